@@ -34,18 +34,19 @@ class Recorded:
     body: dict[str, Any]
 
 
-def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
+def _object(**properties: Any) -> dict[str, Any]:
+    """The schema of a tool's arguments, of which the first is required."""
     return {
-        "name": name,
-        "description": description,
-        "input_schema": {
-            "$schema": "https://json-schema.org/draft/2020-12/schema",
-            "type": "object",
-            "properties": properties,
-            "required": [next(iter(properties))],
-            "additionalProperties": False,
-        },
+        "type": "object",
+        "properties": properties,
+        "required": [next(iter(properties))],
+        "additionalProperties": False,
     }
+
+
+def _tool(name: str, description: str, **properties: Any) -> dict[str, Any]:
+    schema = {"$schema": "https://json-schema.org/draft/2020-12/schema", **_object(**properties)}
+    return {"name": name, "description": description, "input_schema": schema}
 
 
 CLAUDE_TOOLS = [
@@ -133,18 +134,12 @@ def claude_answers(content: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _function(name: str, description: str, **properties: Any) -> dict[str, Any]:
-    parameters = {
-        "type": "object",
-        "properties": properties,
-        "required": [next(iter(properties))],
-        "additionalProperties": False,
-    }
     return {
         "type": "function",
         "name": name,
         "description": description,
         "strict": False,
-        "parameters": parameters,
+        "parameters": _object(**properties),
     }
 
 

@@ -125,9 +125,9 @@ class Members(Ranks):
             raise StagesLost(problem)
         return True
 
-    def _is_taken_back(self, setback: str, now_ns: int) -> bool:
+    def _take_back_after(self, setback: str, now_ns: int) -> bool:
         """Count a setback. Return whether a shape that has not formed yet is taken back for it."""
-        if self._reshape is None or not self._reshape.is_hopeless():
+        if self._reshape is None or not self._reshape.count_setback():
             return False
         return self._take_back(f"{setback}, as the last of {self._reshape.num_setbacks} setbacks", now_ns)
 
@@ -178,7 +178,7 @@ class Members(Ranks):
         if not self.uses(member.rank):
             return None
         problem = f"{self.grid.name(member.rank)}: {cause}"
-        if cause != LossCause.RESTART and self._is_taken_back(problem, now_ns):
+        if cause != LossCause.RESTART and self._take_back_after(problem, now_ns):
             return None
         # A process that never finishes a step has not died, so its keeper does not count it.
         return self._lose_epoch(problem, None, now_ns, is_error=cause == LossCause.STUCK)
@@ -353,7 +353,7 @@ class Members(Ranks):
             return None
         self._move(member.rank, StageState.LOADED, now_ns)
         if member.state is not StageState.LEAVING:
-            if self._is_taken_back(broken.reason, now_ns):
+            if self._take_back_after(broken.reason, now_ns):
                 return None
             return self._lose_epoch(broken.reason, member.rank, now_ns, is_error=True)
         self._assign_if_outdated(self[member.rank], now_ns)

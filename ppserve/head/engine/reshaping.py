@@ -33,7 +33,7 @@ class Reshape:
     num_setbacks: int = 0
     """How often a rank died or an epoch did not form."""
 
-    def is_hopeless(self) -> bool:
+    def count_setback(self) -> bool:
         """Count a setback. Return whether it was one too many."""
         self.num_setbacks += 1
         return self.num_setbacks == patience.MAX_SETBACKS

@@ -172,10 +172,7 @@ class MessagesBody(GenerationBody, kw_only=True):
         """What the body says about tools."""
         named = self.tool_choice or AnthropicToolChoice("auto")
         return Tooling(
-            tools=tuple(
-                Tool(tool.name, tool.description, tool.input_schema, bool(tool.strict))
-                for tool in self.tools or ()
-            ),
+            tools=tuple(tool.tool for tool in self.tools or ()),
             choice=named.choice or ToolChoice(),
             parallel=not named.disable_parallel_tool_use,
         )

@@ -2,7 +2,7 @@
 
 A frame is a 4-byte little-endian length and that many bytes of MessagePack, decoded against the types below.
 An unknown tag, a missing field, a wrong type or too great a length raises `WireError`. The limit is
-MAX_FRAME_BYTES, and MAX_GREETING_BYTES until the other end has proved that it knows the secret.
+MAX_FRAME_BYTES, and MAX_HANDSHAKE_BYTES until the other end has proved that it knows the secret.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ppserve.core.plan import RankResult, StepMasks, StepPlan
 from ppserve.errors import WireError
 
 MAX_FRAME_BYTES = 64 << 20
-MAX_GREETING_BYTES = 4096
+MAX_HANDSHAKE_BYTES = 4096
 _LENGTH = struct.Struct("<I")
 
 
@@ -39,7 +39,7 @@ class Challenge(_Message, frozen=True, tag=True):
 
 
 class Proof(_Message, frozen=True, tag=True):
-    """A rank's answer, and its own challenge to the head. See `process.meeting`."""
+    """A rank's answer, and its own challenge to the head. See `process.handshake`."""
 
     rank: int
     proof: bytes
@@ -199,7 +199,7 @@ class Failed(_Message, frozen=True, tag=True):
 # ---- keeper → stage ----
 
 
-class Meeting(_Message, frozen=True, tag=True):
+class HeadEndpoint(_Message, frozen=True, tag=True):
     """Where a server's head listens, and the secret by which its ranks prove themselves."""
 
     address: str
@@ -215,12 +215,12 @@ class Meeting(_Message, frozen=True, tag=True):
 
 
 class Start(_Message, frozen=True, tag=True):
-    """The only frame on a stage process's standard input. meeting: None in the head's own process."""
+    """The only frame on a stage process's standard input. head_endpoint: None in the head's own process."""
 
     config: ServeConfig
     rank: int
     world_size: int
-    meeting: Meeting | None = None
+    head_endpoint: HeadEndpoint | None = None
 
 
 # ---- head → stage ----

@@ -64,7 +64,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.engine.placement": {"ppserve.process.network"},
     "ppserve.head.servers": {"ppserve.process.network"},
     "ppserve.head.engine.control_sockets": {"ppserve.process.network", "ppserve.process.tls"},
-    "ppserve.head.engine.greeting": {"ppserve.process.meeting"},
+    "ppserve.head.engine.handshake": {"ppserve.process.handshake"},
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},
     "ppserve.head.api.http": {"msgspec", "starlette"},

@@ -98,10 +98,10 @@ MESSAGES: dict[Any, list[Any]] = {
     ],
     wire.Start: [
         wire.Start(ServeConfig(), 1, 2),
-        wire.Start(ServeConfig(), 1, 2, wire.Meeting("@ppserve-0-head")),
-        wire.Start(ServeConfig(), 1, 2, wire.Meeting("h:3", Path("s"), b"of the start")),
+        wire.Start(ServeConfig(), 1, 2, wire.HeadEndpoint("@ppserve-0-head")),
+        wire.Start(ServeConfig(), 1, 2, wire.HeadEndpoint("h:3", Path("s"), b"of the start")),
         wire.Start(
-            ServeConfig(), 1, 2, wire.Meeting("h:3", tls=NetworkSettings(), tls_held=(b"PEM", b"", b"\xff"))
+            ServeConfig(), 1, 2, wire.HeadEndpoint("h:3", tls=NetworkSettings(), tls_held=(b"PEM", b"", b"\xff"))
         ),
         wire.Start(ServeConfig(server=ServerSettings(trace=Path("trace.json"))), 1, 2),
     ],
@@ -127,7 +127,7 @@ def test_all_messages_are_covered() -> None:
 
 
 def test_a_stranger_has_four_kilobytes() -> None:
-    reader, (proof,) = wire.FrameReader(wire.Proof, wire.MAX_GREETING_BYTES), MESSAGES[wire.Proof]
+    reader, (proof,) = wire.FrameReader(wire.Proof, wire.MAX_HANDSHAKE_BYTES), MESSAGES[wire.Proof]
     assert reader.feed(wire.encode(proof)) == [proof]
     with pytest.raises(WireError, match="longer than the limit of 4096"):
         reader.feed(struct.pack("<I", 4097))

@@ -164,7 +164,7 @@ class Tour:
         self.say(f"\n{number}. {text}\n{'-' * (len(text) + 3)}")
 
     def tell(self, value: Any) -> list[Any]:
-        """Every rank says something; all hear everybody, in the order of ranks. Also a meeting point."""
+        """Every rank says something; all hear everybody, in the order of ranks. It is a barrier too."""
         self._num_told += 1
         here = f"tour/told/{self._num_told}/"
         self._store.set(here + str(self.rank), json.dumps(value))

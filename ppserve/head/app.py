@@ -41,10 +41,10 @@ from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
 from ppserve.head.starting import StartLine, WaitLimit, describe_start, find_missing
 from ppserve.process.environment import RankEnvironment
+from ppserve.process.head_endpoint import find_head_endpoint, open_head_socket
 from ppserve.process.keeper import Keeper
 from ppserve.process.lifetime import EXIT_USAGE, die_with_launcher
 from ppserve.process.log import flush_streams, on_dropped, set_up_logging
-from ppserve.process.meeting import find_meeting, open_meeting
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
 
@@ -81,11 +81,11 @@ class HeadProcess:
         self._config = config
         self._world_size = environment.world_size
         self._is_one_host = environment.local_world_size == environment.world_size
-        self._meeting = find_meeting(config, environment)
-        listener, secret = open_meeting(self._meeting)
-        tls = stage_context(self._meeting.tls, serves=True) if self._meeting.tls else None
+        self._endpoint = find_head_endpoint(config, environment)
+        listener, secret = open_head_socket(self._endpoint)
+        tls = stage_context(self._endpoint.tls, serves=True) if self._endpoint.tls else None
         self._control = SocketControlPlane(listener, self._world_size, secret, tls)
-        self._keeper = Keeper(config, 0, self._world_size, self._meeting, fork_server)
+        self._keeper = Keeper(config, 0, self._world_size, self._endpoint, fork_server)
         self._keeper_thread = threading.Thread(target=self._keep_stage, name="keeper", daemon=True)
         self._keeper_failed: Future[StagesLost] = Future()
         grid = config.pipeline.grid(self._world_size)
@@ -265,7 +265,7 @@ class HeadProcess:
     def _on_reload(self, handler: RequestHandler, servers: Servers) -> None:
         held = {"keys": handler.keys, "certificates": servers.certificates}
         reads = {what: each.read for what, each in held.items() if each is not None}
-        if (tls := self._meeting.tls) is not None:
+        if (tls := self._endpoint.tls) is not None:
             # For new connections of stages, which read their own files.
             reads["certificates for stages"] = lambda: self._control.use_certificate(
                 stage_context(tls, serves=True)

@@ -17,8 +17,9 @@ from ppserve import wire
 from ppserve.config import ServeConfig
 from ppserve.errors import UsageError
 from ppserve.process.environment import RankEnvironment
+from ppserve.process.handshake import connect_to_head
+from ppserve.process.head_endpoint import find_head_endpoint
 from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, die_with_launcher
-from ppserve.process.meeting import connect_to_head, find_meeting
 from ppserve.process.stage_process import ForkServer, StageLine, StageProcess
 
 # A stage gives a sign of life every half second. Without one for so long, it is killed.
@@ -42,7 +43,7 @@ _CHECK_EVERY_S = 0.5
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     """Keep the stage of a rank other than 0 alive. Return the rank's exit code. Raises UsageError."""
     die_with_launcher()
-    keeper = Keeper(config, environment.rank, environment.world_size, find_meeting(config, environment))
+    keeper = Keeper(config, environment.rank, environment.world_size, find_head_endpoint(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
     for signum in (signal.SIGTERM, signal.SIGINT):
         # The head decides when stages stop: streams may finish first.
@@ -89,14 +90,14 @@ class Keeper:
         config: ServeConfig,
         rank: int,
         world_size: int,
-        meeting: wire.Meeting,
+        head_endpoint: wire.HeadEndpoint,
         fork_server: ForkServer | None = None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         self._config = config
-        self._meeting, self._rank = meeting, rank
-        self._start = wire.Start(config, rank, world_size, meeting)
+        self._head_endpoint, self._rank = head_endpoint, rank
+        self._start = wire.Start(config, rank, world_size, head_endpoint)
         self._name = config.pipeline.grid(world_size).name(rank)
         self._found_head = self._was_ready = False
         self._clock, self._sleep = clock, sleep
@@ -181,7 +182,7 @@ class Keeper:
     def _give_up(self, reason: str) -> int:
         """Tell the head the reason, so that streams end with a status. Return the rank's exit code."""
         try:
-            with connect_to_head(self._meeting, self._rank, _REPORT_WITHIN_S) as connection:
+            with connect_to_head(self._head_endpoint, self._rank, _REPORT_WITHIN_S) as connection:
                 connection.sendall(wire.encode(wire.Failed(reason)))
         except (OSError, UsageError):
             print(f"ppserve: {reason}", file=sys.stderr, flush=True)

@@ -45,7 +45,7 @@ def _make_rendezvous(parameters: Any) -> Any:
         def next_rendezvous(self) -> RendezvousInfo:
             return RendezvousInfo(HashStore(), 0, 1, no_port)
 
-    # Ranks of one host meet at a Unix socket (`process.meeting`).
+    # Ranks of one host find the head at a Unix socket (`process.head_endpoint`).
     no_port = RendezvousStoreInfo("127.0.0.1", 0)
     return LocalRendezvous("127.0.0.1", 0, 0, 1, parameters.run_id, 0)
 

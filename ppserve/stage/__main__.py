@@ -18,10 +18,10 @@ from typing import TYPE_CHECKING, NoReturn
 from ppserve import wire
 from ppserve.errors import UsageError
 from ppserve.process.environment import RankEnvironment
+from ppserve.process.handshake import connect_to_head
 from ppserve.process.identity import name_process
 from ppserve.process.lifetime import ENDING_SIGNALS, EXIT_HEAD_GONE, EXIT_USAGE, die_with_parent, ignore_signals
 from ppserve.process.log import flush_streams, never_wait_for_readers, set_up_logging
-from ppserve.process.meeting import connect_to_head
 from ppserve.process.network import find_route
 from ppserve.process.stage_process import EXIT_CODE, FORK, REAP, StageLine
 
@@ -98,9 +98,9 @@ def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
 def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: int) -> int:
     """Connect to the head, and run the stage. Return the exit code. This comes last, because a download or a
     measurement may take long."""
-    assert start.meeting is not None
+    assert start.head_endpoint is not None
     try:
-        connection = connect_to_head(start.meeting, start.rank, _CONNECT_WITHIN_S)
+        connection = connect_to_head(start.head_endpoint, start.rank, _CONNECT_WITHIN_S)
     except (OSError, UsageError) as error:
         log.error("cannot reach the head: %s", error)
         return EXIT_USAGE if isinstance(error, UsageError) else EXIT_HEAD_GONE

@@ -25,7 +25,7 @@ WITHIN_S = 20.0
 
 @dataclass
 class Head:
-    meeting: wire.Meeting
+    endpoint: wire.HeadEndpoint
     control: SocketControlPlane
     _events: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     _due: queue.SimpleQueue[tuple[tuple[int], wire.FromHead]] = field(default_factory=queue.SimpleQueue)
@@ -55,12 +55,12 @@ def name_in(directory: Path, what: str) -> str:
     return f"@ppserve-test-{hashlib.sha256(f'{directory}/{what}'.encode()).hexdigest()}"
 
 
-def place(directory: Path, secret: bytes = SECRET, tls: NetworkSettings | None = None) -> wire.Meeting:
+def place(directory: Path, secret: bytes = SECRET, tls: NetworkSettings | None = None) -> wire.HeadEndpoint:
     """Where a head may listen."""
     secret_file = directory / f"secret-{secret.hex()}"
     if not secret_file.exists():  # who reads it meanwhile must not see it empty
         secret_file.write_bytes(secret)
-    return wire.Meeting(name_in(directory, "head"), secret_file, tls=tls)
+    return wire.HeadEndpoint(name_in(directory, "head"), secret_file, tls=tls)
 
 
 @contextmanager
@@ -68,9 +68,9 @@ def head(
     directory: Path, secret: bytes = SECRET, num_ranks: int = 2, tls: NetworkSettings | None = None
 ) -> Iterator[Head]:
     """A head that listens in `directory`."""
-    meeting = place(directory, secret, tls)
+    endpoint = place(directory, secret, tls)
     context = stage_context(tls, serves=True) if tls else None
-    running = Head(meeting, SocketControlPlane(listen(meeting.address), num_ranks, secret, context))
+    running = Head(endpoint, SocketControlPlane(listen(endpoint.address), num_ranks, secret, context))
     thread = threading.Thread(target=running.run, daemon=True)
     thread.start()
     try:

@@ -16,8 +16,8 @@ from tests.process.heads import head
 
 KILLED = -9
 CRASHED = -11
-MEETING = wire.Meeting("@nobody/listens", Path("/nobody/knows"))
-START = wire.Start(ServeConfig(), 1, 2, MEETING)
+ENDPOINT = wire.HeadEndpoint("@nobody/listens", Path("/nobody/knows"))
+START = wire.Start(ServeConfig(), 1, 2, ENDPOINT)
 KNOWS_HEAD = "started\nconnected"
 FOREVER = float("inf")
 ONE_REPLICA = PipelineSettings()
@@ -69,7 +69,7 @@ class ScriptedStage:
 class Scene:
     """A keeper of stage 1 of 2, and its fork server with the stages that it will fork, in this order."""
 
-    def __init__(self, meeting: wire.Meeting = MEETING, pipeline: PipelineSettings = ONE_REPLICA) -> None:
+    def __init__(self, endpoint: wire.HeadEndpoint = ENDPOINT, pipeline: PipelineSettings = ONE_REPLICA) -> None:
         self.now_s = 1000.0
         self.stages: list[ScriptedStage] = []
         self._next: Iterator[ScriptedStage] = iter(())
@@ -79,7 +79,7 @@ class Scene:
         self.num_attempts = 0
         self.on_sleep: Callable[[], object] = lambda: None
         self.has_ended = False
-        about: Any = ServeConfig(pipeline=pipeline), 1, 2, meeting, self
+        about: Any = ServeConfig(pipeline=pipeline), 1, 2, endpoint, self
         self.keeper = Keeper(*about, clock=lambda: self.now_s, sleep=self._sleep)
 
     def stage(self, *events: Event, code: int = CRASHED, times: int = 1) -> ScriptedStage:
@@ -184,7 +184,7 @@ def test_signs_of_life_keep_a_stage_alive_and_a_keeper_that_was_held_up_listens_
 
 def test_the_head_is_told_when_a_stage_keeps_dying(tmp_path: Path) -> None:
     with head(tmp_path) as listening:
-        scene = Scene(listening.meeting)
+        scene = Scene(listening.endpoint)
         scene.stage((1, ""), times=MAX_DEATHS)
         assert scene.run() == 1
         told = listening.next_event()

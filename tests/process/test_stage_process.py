@@ -19,8 +19,8 @@ from ppserve.config import ServeConfig
 from ppserve.process.stage_process import ForkServer, StageProcess
 from tests.e2e.serving import alive, wait_until
 
-MEETING = wire.Meeting("127.0.0.1:4242", Path("secret"))
-START = wire.Start(ServeConfig(), 1, 2, MEETING)
+ENDPOINT = wire.HeadEndpoint("127.0.0.1:4242", Path("secret"))
+START = wire.Start(ServeConfig(), 1, 2, ENDPOINT)
 # The fork server of `python -m ppserve.stage`, whose stages do something else. What they write comes in pieces
 # that do not respect lines.
 COMMON = """
@@ -40,7 +40,7 @@ def told(life):
 STAGE = """
 def live(life):
     start = told(life)
-    os.write(life, f"ted\\n{start.meeting.address} {start.meeting.secret_file}\\nserved\\n".encode())
+    os.write(life, f"ted\\n{start.head_endpoint.address} {start.head_endpoint.secret_file}\\nserved\\n".encode())
     return start.rank + 10
 """
 STUCK = """

@@ -16,7 +16,7 @@ from ppserve.config import NetworkSettings
 from ppserve.core.architecture import StageLayout
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Received
-from ppserve.process.meeting import connect_to_head
+from ppserve.process.handshake import connect_to_head
 from ppserve.process.network import connect
 from ppserve.process.tls import read_files, stage_context
 from ppserve.stage.link import SocketHeadLink
@@ -49,7 +49,7 @@ def tls(tmp_path_factory: pytest.TempPathFactory) -> NetworkSettings:
 
 
 def test_frames_longer_than_any_buffer_pass_both_ways_at_once(tmp_path: Path, tls: NetworkSettings) -> None:
-    with head(tmp_path, tls=tls) as running, connect_to_head(running.meeting, 1, WITHIN_S) as connection:
+    with head(tmp_path, tls=tls) as running, connect_to_head(running.endpoint, 1, WITHIN_S) as connection:
         link = SocketHeadLink(connection, lambda _code: None)
         link.start(lambda _: None)
         link.send(hello(1))
@@ -72,10 +72,10 @@ def test_a_stage_that_is_started_after_a_file_is_gone_has_what_it_held(
 ) -> None:
     own = files(tmp_path / "own")
     with head(tmp_path, tls=own) as running:
-        held = msgspec.structs.replace(running.meeting, tls_held=read_files(own))
+        held = msgspec.structs.replace(running.endpoint, tls_held=read_files(own))
         (tmp_path / "own" / removed).unlink()
         with pytest.raises(ConfigError, match="No such file"):
-            connect_to_head(running.meeting, 1, WITHIN_S)
+            connect_to_head(running.endpoint, 1, WITHIN_S)
         with connect_to_head(held, 1, WITHIN_S) as connection:
             connection.sendall(wire.encode(hello(1)))
             assert running.next_event().message == hello(1)
@@ -92,19 +92,19 @@ def test_a_file_that_is_not_there_at_the_start_is_named(part: str, tls: NetworkS
 def test_another_authority_nothing_and_garbage_do_not_get_in(tmp_path: Path, tls: NetworkSettings) -> None:
     other = files(tmp_path / "other")
     with head(tmp_path, tls=tls) as running:
-        meeting = running.meeting
+        endpoint = running.endpoint
         for wrong in (other, settings(other.stage_tls_cert, other.stage_tls_key, tls.stage_tls_ca)):
             with pytest.raises(ConnectionError):
-                connect_to_head(wire.Meeting(meeting.address, meeting.secret_file, b"", wrong), 0, 0.0)
+                connect_to_head(wire.HeadEndpoint(endpoint.address, endpoint.secret_file, b"", wrong), 0, 0.0)
         for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01" + b"\xff" * 4000, wire.encode(hello(0))):
-            with connect(meeting.address, WITHIN_S) as stranger:
+            with connect(endpoint.address, WITHIN_S) as stranger:
                 stranger.sendall(garbage)
                 try:
                     while stranger.recv(4096):
                         pass
                 except ConnectionResetError:
                     pass
-        with connect_to_head(meeting, 0, WITHIN_S) as connection:
+        with connect_to_head(endpoint, 0, WITHIN_S) as connection:
             connection.sendall(wire.encode(hello(0)))
             assert isinstance(running.next_event(), Received)
 

@@ -185,7 +185,7 @@ def test_a_process_ends_though_threads_of_libraries_linger(ends: str, code: int)
     assert ("RuntimeError: poisoned" in done.stderr) == (code == 1)
 
 
-# ---- meeting in an epoch's store: together, or not at all ---------------------------------------------------
+# ---- waiting for all ranks in an epoch's store: together, or not at all -----------------------------------------
 
 TIMEOUT = timedelta(seconds=20)
 
@@ -201,22 +201,22 @@ def test_all_ranks_wait_for_the_last() -> None:
         # Only a rank that waits asks whether the epoch is over.
         early = [threads.submit(wait_for_ranks, stores[n], n, 3, asked[n].set) for n in (0, 1)]
         assert all(event.wait(30) for event in asked)
-        assert not any(meeting.done() for meeting in early)
+        assert not any(waiting.done() for waiting in early)
         wait_for_ranks(stores[2], 2, 3, lambda: False)
-        for meeting in early:
-            meeting.result()
+        for waiting in early:
+            waiting.result()
 
 
 def test_a_lost_epoch_is_not_waited_for() -> None:
     stores, over = open_stores(2), threading.Event()
     with ThreadPoolExecutor(1) as threads:
-        meeting = threads.submit(wait_for_ranks, stores[0], 0, 2, over.is_set)
+        waiting = threads.submit(wait_for_ranks, stores[0], 0, 2, over.is_set)
         over.set()
         with pytest.raises(TransportError, match="was lost"):
-            meeting.result()
+            waiting.result()
 
 
-def test_a_store_whose_host_died_ends_the_meeting() -> None:
+def test_a_store_whose_host_died_ends_the_waiting() -> None:
     store, port = open_epoch_store("127.0.0.1", TIMEOUT)
     guest = join_epoch_store("127.0.0.1", port, TIMEOUT)
     del store

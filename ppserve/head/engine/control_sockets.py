@@ -1,7 +1,7 @@
 """The control plane between processes: the head's sockets, and the frames that they carry.
 
 All of it runs in the engine's thread, except `wake` and `use_certificate`. It never waits for a rank: what a
-socket does not accept follows later. Who is let in is decided by `greeting`.
+socket does not accept follows later. Who is let in is decided by `handshake`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any
 from ppserve import wire
 from ppserve.errors import WireError
 from ppserve.head.engine.control import Disconnected, LossCause, Received
-from ppserve.head.engine.greeting import Greeting
+from ppserve.head.engine.handshake import Handshake
 from ppserve.process.network import is_of_this_user, prepare
 from ppserve.process.tls import TlsConnection
 
 log = logging.getLogger("ppserve.control")
 
 # A stage measures before it connects, so its `Hello` comes at once.
-_GREETING_TIMEOUT_S = 10.0
+_HANDSHAKE_TIMEOUT_S = 10.0
 # So many connections may wait for their Hello beside one of each rank. A further one ends the oldest.
 _MAX_STRANGERS = 16
 # Without a free descriptor nothing is accepted, and the listener stays readable.
@@ -40,15 +40,17 @@ class _Peer:
     """One connection."""
 
     connection: socket.socket
-    greeting: Greeting
-    reader: wire.FrameReader = field(default_factory=lambda: wire.FrameReader(wire.Proof, wire.MAX_GREETING_BYTES))
+    handshake: Handshake
+    reader: wire.FrameReader = field(
+        default_factory=lambda: wire.FrameReader(wire.Proof, wire.MAX_HANDSHAKE_BYTES)
+    )
     since_s: float = field(default_factory=time.monotonic)
     unsent: bytearray = field(default_factory=bytearray)  # what its socket has not taken yet
 
     @property
     def rank(self) -> int | None:
         """The rank that it has proved to be; None before that."""
-        return self.greeting.rank
+        return self.handshake.rank
 
     @property
     def is_open(self) -> bool:
@@ -58,7 +60,7 @@ class _Peer:
 class SocketControlPlane:
     """The head's sockets: they accept connections from ranks, and exchange frames with them.
 
-    A connection is a stranger's until `greeting` lets it in.
+    A connection is a stranger's until `handshake` lets it in.
     """
 
     def __init__(
@@ -67,9 +69,9 @@ class SocketControlPlane:
         world_size: int,
         secret: bytes,
         tls: ssl.SSLContext | None = None,
-        greeting_timeout_s: float = _GREETING_TIMEOUT_S,
+        handshake_timeout_s: float = _HANDSHAKE_TIMEOUT_S,
     ) -> None:
-        self._greeting_timeout_s = greeting_timeout_s
+        self._handshake_timeout_s = handshake_timeout_s
         self._world_size = world_size
         self._secret = secret
         self._tls = tls
@@ -157,16 +159,16 @@ class SocketControlPlane:
             prepare(connection)
         if self._tls is not None:
             connection = TlsConnection(connection, self._tls, serves=True)
-        peer = _Peer(connection, Greeting(self._secret, self._world_size))
+        peer = _Peer(connection, Handshake(self._secret, self._world_size))
         self._strangers[peer] = None
         self._selector.register(connection, selectors.EVENT_READ, peer)
         if len(self._strangers) > self._world_size + _MAX_STRANGERS:
             self._close(next(iter(self._strangers)))
-        self._send_to(peer, wire.encode(peer.greeting.challenge))
+        self._send_to(peer, wire.encode(peer.handshake.challenge))
 
     def _end_silent_strangers(self) -> None:
         for peer in tuple(self._strangers):
-            if time.monotonic() - peer.since_s > self._greeting_timeout_s:
+            if time.monotonic() - peer.since_s > self._handshake_timeout_s:
                 self._close(peer)
 
     def _read(self, peer: _Peer) -> None:
@@ -174,7 +176,7 @@ class SocketControlPlane:
             return
         received = None
         try:
-            received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_GREETING_BYTES)
+            received = peer.connection.recv(1 << 16 if peer.rank is not None else wire.MAX_HANDSHAKE_BYTES)
             self._handle_messages(peer, peer.reader.feed(received))
         except BlockingIOError:  # only a part of an encrypted record has come
             pass
@@ -193,7 +195,7 @@ class SocketControlPlane:
         arrived_ns = time.monotonic_ns()
         for message in messages:
             if peer in self._strangers:
-                self._greet(peer, message, arrived_ns)
+                self._continue_handshake(peer, message, arrived_ns)
             else:
                 assert peer.rank is not None
                 self._arrived.append(Received(peer.rank, arrived_ns, message))
@@ -239,9 +241,9 @@ class SocketControlPlane:
 
     # ---- who gets in ----
 
-    def _greet(self, peer: _Peer, message: wire.Proof | wire.FromStage, arrived_ns: int) -> None:
-        """Answer a stranger's message, and make it a rank's connection when its greeting is complete."""
-        answer = peer.greeting.answer(message, self._peers)
+    def _continue_handshake(self, peer: _Peer, message: wire.Proof | wire.FromStage, arrived_ns: int) -> None:
+        """Answer a stranger's message, and make it a rank's connection when its handshake is complete."""
+        answer = peer.handshake.answer(message, self._peers)
         if isinstance(answer, wire.Refused):
             log.warning("refused a connection: %s", answer.reason)
             self._send_to(peer, wire.encode(answer))

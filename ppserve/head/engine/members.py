@@ -50,7 +50,7 @@ class Members(Ranks):
         replica: int = 0,
     ) -> None:
         """grid: the world's. machine: the head's; ranks on it have the head's clock. decide: returns a shape for
-        the greetings of all ranks, and for a division of the layers (None: the one that it finds best)."""
+        the Hello of every rank, and for a division of the layers (None: the one that it finds best)."""
         super().__init__(grid, control, replica)
         self.epoch = 0
         self.formed = False

@@ -18,7 +18,7 @@ from ppserve import wire
 from ppserve.core.architecture import StageLayout
 from ppserve.head.engine.control import Disconnected, Received
 from ppserve.head.engine.control_sockets import SocketControlPlane
-from ppserve.process.meeting import make_proof
+from ppserve.process.handshake import make_proof
 from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello as hello_of
 from tests.process.test_network import finds_out_after_20_s
@@ -28,7 +28,7 @@ SECRET = b"the secret of this server"
 WITHIN_S = 20.0
 AGES_S = 3600.0
 HEARTBEAT = wire.Heartbeat(1, 2)
-SOON, LATE = {"greeting_timeout_s": 0.5}, {"greeting_timeout_s": AGES_S}
+SOON, LATE = {"handshake_timeout_s": 0.5}, {"handshake_timeout_s": AGES_S}
 # Of the sockets' buffers: systems differ, and let them grow to many megabytes.
 _SMALL = 1 << 18
 Events = list[Received | Disconnected]
@@ -178,13 +178,13 @@ REFUSED: dict[str, Says] = {
     "a proof for another number": lambda peer: wire.encode(replace(peer.proof(0), nonce=b"yours")),
     "a rank below all": lambda peer: wire.encode(peer.proof(-1)),
     "a rank beyond all": lambda peer: wire.encode(peer.proof(2)),
-    "a greeting without a proof": lambda peer: wire.encode(hello(0)),
+    "a Hello without a proof": lambda peer: wire.encode(hello(0)),
     "a farewell without a proof": lambda peer: wire.encode(wire.Failed("its stage dies at once")),
     "a part of a frame, and noise": lambda peer: b"\x10\0\0\0abc" + b"\xff" * 5000,
-    "a greeting right behind the proof": lambda peer: wire.encode(peer.proof(0)) + wire.encode(hello(0)),
+    "a Hello right behind the proof": lambda peer: wire.encode(peer.proof(0)) + wire.encode(hello(0)),
     "two proofs": lambda peer: 2 * wire.encode(peer.proof(0)),
     "no message": lambda peer: b"GET / HTTP/1.1\r\n\r\n",
-    "too long a message": lambda peer: (wire.MAX_GREETING_BYTES + 1).to_bytes(4, "little") + b"x",
+    "too long a message": lambda peer: (wire.MAX_HANDSHAKE_BYTES + 1).to_bytes(4, "little") + b"x",
 }
 
 
@@ -214,9 +214,9 @@ def test_strangers_are_cut_off_and_ranks_stay(control: Plane, says: Says) -> Non
         (wire.encode(hello(1)), LATE),
     ],
     indirect=["control"],
-    ids=["nothing", "a part", "no greeting", "another rank's"],
+    ids=["nothing", "a part", "no Hello", "another rank's"],
 )
-def test_who_does_not_finish_the_own_greeting_is_cut_off_and_a_silent_rank_is_not(
+def test_who_does_not_finish_the_handshake_is_cut_off_and_a_silent_rank_is_not(
     control: Plane, words: bytes, is_proven: bool
 ) -> None:
     silent = control.greeted(1)

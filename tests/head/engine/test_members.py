@@ -78,7 +78,7 @@ def test_a_message_at_the_wrong_time_ends_the_connection_and_changes_nothing() -
     assert pipeline.members[1].state is StageState.FORMING, "else it would wait for ever, and the others for it"
     for stage in range(2):
         pipeline.say(stage, wire.Ready(1))
-    assert pipeline.hello(1) is None, "a second greeting on the same connection"
+    assert pipeline.hello(1) is None, "a second Hello on the same connection"
     assert pipeline.dropped[2:] == [(1, "protocol")]
     assert pipeline.members.formed, "the epoch is lost when the connection is gone, not before"
     assert pipeline.lose(1, "protocol") == EpochLost()

@@ -1,7 +1,7 @@
 """Who is let in: a stranger must prove that it knows the secret, and be a rank that is not connected.
 
 The head sends a Challenge. The stranger answers with a Proof, and gets a Welcome, which proves the same of the
-head. Then a stage sends its Hello, or a keeper a Failed. What the proofs are made of: `process.meeting`.
+head. Then a stage sends its Hello, or a keeper a Failed. What the proofs are made of: `process.handshake`.
 
 Policy only: messages are arguments, and the answer is a value.
 """
@@ -12,11 +12,11 @@ from collections.abc import Container
 from hmac import compare_digest
 
 from ppserve import wire
-from ppserve.process.meeting import make_proof, new_nonce
+from ppserve.process.handshake import make_proof, new_nonce
 
 
-class Greeting:
-    """The greeting of one connection, from the Challenge to the first message of a rank."""
+class Handshake:
+    """The handshake on one connection, from the Challenge to the first message of a rank."""
 
     def __init__(self, secret: bytes, world_size: int) -> None:
         self.challenge = wire.Challenge(new_nonce())
@@ -29,7 +29,7 @@ class Greeting:
     def answer(
         self, message: wire.Proof | wire.FromStage, connected: Container[int]
     ) -> wire.Welcome | wire.Refused | None:
-        """Return the head's answer; None when the greeting is complete. After a Refused the connection ends.
+        """Return the head's answer; None when the handshake is complete. After a Refused the connection ends.
 
         connected: the ranks that are connected now. The end of a rank's last process may be unread, so a proof of
         such a rank may be sent again later.
@@ -38,7 +38,7 @@ class Greeting:
             return self._check_proof(message, connected)
         is_hello = isinstance(message, wire.Hello) and message.rank == self.rank
         if not (is_hello or isinstance(message, wire.Failed)) or self.rank is None or self.rank in connected:
-            return wire.Refused("no greeting, or too late a one", may_retry=False)
+            return wire.Refused("this message has no place in the handshake, or comes too late", may_retry=False)
         return None
 
     def _check_proof(self, proof: wire.Proof, connected: Container[int]) -> wire.Welcome | wire.Refused:

@@ -89,7 +89,8 @@ class StepInputs:
 
     @property
     def num_rows(self) -> int:
-        return len(self.rows.slots_T)
+        """How many rows are computed. A backend may have padded the step, which `rows` does not show."""
+        return len(self.positions_T)
 
     def with_plan(self, plan: StepPlan) -> Self:
         """Return the inputs of a plan that differs from this one only in its masks."""

@@ -1,7 +1,7 @@
 """Keys and values in a device's memory, and the inputs of a step on the device.
 
 Steps with one row per slice are recorded for some numbers of rows, called buckets. The arrays of other such steps
-are padded to the next bucket.
+are padded to the next bucket (`step_arrays`).
 
 L layers whose attention is on this stage, B blocks, p positions of a block, H heads of keys and values, d head
 size, T rows, E outputs of queries, keys and values, S slices, n tiles.
@@ -10,7 +10,7 @@ size, T rows, E outputs of queries, keys and values, S slices, n tiles.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -29,7 +29,6 @@ from ppserve.model.rotary import RotaryTable, rotations_of
 from ppserve.model.sampling import ReadRow, rows_read
 from ppserve.model.stock import AttendInputs
 
-NO_SLOT, NO_POSITION = -1, -1
 _NO_PLAN = StepPlan(0, 0, 0, ())
 _NONE = np.zeros(0, np.int64)
 
@@ -74,24 +73,22 @@ class DeviceCache:
         """Begin to pad steps with one row per slice to these sizes, which ascend. Return for each size the inputs
         of a step of padding."""
         blocks_per_row = -(-self._arch.max_positions // self.block_size)
-        paddings = {size: padding(size, size * blocks_per_row, self._layout) for size in sizes}
-        for size, rows in paddings.items():
-            num_bytes = packed_bytes(
-                {**self._draws(rows, size).arrays(), **step_arrays(rows, self._rotary_tables)}
-            )
+        empty_steps = {size: _empty_step(size * blocks_per_row) for size in sizes}
+        for size, rows in empty_steps.items():
+            num_bytes = packed_bytes(self._arrays(rows, self._draws(rows, size), size))
             self._buffers[size] = torch.empty(num_bytes, dtype=torch.uint8, device=self.device)
-        return {size: self.inputs(rows, ALONE) for size, rows in paddings.items()}
+        return {size: self._inputs(rows, ALONE, size) for size, rows in empty_steps.items()}
 
     @torch.inference_mode()
     def inputs(self, rows: StepRows, gather: Gather) -> DeviceInputs:
-        bucket = self._bucket(rows)
+        return self._inputs(rows, gather, self._bucket(rows))
+
+    def _inputs(self, rows: StepRows, gather: Gather, bucket: int | None) -> DeviceInputs:
         draws = self._draws(rows, bucket or 0)
+        whole = self._arrays(rows, draws, bucket)
         if bucket is None:
-            arrays = self._staging.copy(
-                {**draws.arrays(), **step_arrays(rows, self._rotary_tables), **draws.changes}
-            )
+            arrays = self._staging.copy({**whole, **draws.changes})
         else:
-            whole = {**draws.arrays(), **step_arrays(padded(rows, bucket, self._layout), self._rotary_tables)}
             arrays = self._staging.copy(whole, self._buffers[bucket])
             if draws.changes:
                 arrays |= self._staging.copy(draws.changes)
@@ -124,6 +121,9 @@ class DeviceCache:
             return None
         return next((size for size in self._buffers if size >= num_rows), None)
 
+    def _arrays(self, rows: StepRows, draws: Draws, bucket: int | None) -> dict[str, NDArray[Any]]:
+        return {**draws.arrays(), **step_arrays(rows, self._layout, self._rotary_tables, bucket)}
+
     def _draws(self, rows: StepRows, pad_to: int) -> Draws:
         if not self._layout.is_last:
             return Draws.from_rows([], self._arch.vocab_size)
@@ -140,41 +140,43 @@ class DeviceCache:
         return self.operators.attend(qkv_TE, keys_BpHd, values_BpHd, tiles, spec)
 
 
-def step_arrays(rows: StepRows, tables: Sequence[RotaryTable] = ()) -> dict[str, NDArray[Any]]:
+def step_arrays(
+    rows: StepRows, layout: StageLayout, tables: Sequence[RotaryTable] = (), pad_to: int | None = None
+) -> dict[str, NDArray[Any]]:
     """Return a step's arrays: int32, apart from rotations, which are float32. Block tables come last, because
-    their size differs from step to step."""
-    rotations_RTf = rotations_of(tables, rows.positions_T)
+    their size differs from step to step.
+
+    pad_to: make it a step of so many rows, the last of which are padding; no slice may have several rows. In these
+    arrays a row of padding has slot -1 and its tile begins at position -1, which tells the operators that it
+    writes nothing and attends to nothing.
+    """
+    positions_T = _extended(rows.positions_T, pad_to, 0)
+    rotations_RTf = rotations_of(tables, positions_T)
+    arrays = {
+        "token_ids": _extended(rows.token_ids_T, pad_to if layout.is_first else None, 0),
+        "positions": positions_T,
+        "slots": _extended(rows.slots_T, pad_to, -1),
+        "read_rows": _extended(rows.read_rows, pad_to if layout.is_last else None, 0),
+        "tiles": _tiles(rows, pad_to),
+    }
     return {
-        "token_ids": rows.token_ids_T.astype(np.int32),
-        "positions": rows.positions_T.astype(np.int32),
-        "slots": rows.slots_T.astype(np.int32),
-        "read_rows": rows.read_rows.astype(np.int32),
-        "tiles": _tiles(rows).astype(np.int32),
+        **{name: array.astype(np.int32) for name, array in arrays.items()},
         **({} if rotations_RTf is None else {"rotations": rotations_RTf}),
         "tables": rows.tables.astype(np.int32),
     }
 
 
-def padded(rows: StepRows, num_rows: int, layout: StageLayout) -> StepRows:
-    """Pad a step with one row per slice to this number of rows. Rows of padding write no keys or values."""
-    return replace(
-        rows,
-        token_ids_T=_extended(rows.token_ids_T, num_rows if layout.is_first else 0, 0),
-        positions_T=_extended(rows.positions_T, num_rows, 0),
-        slots_T=_extended(rows.slots_T, num_rows, NO_SLOT),
-        first_row_S=np.arange(num_rows),
-        num_rows_S=np.ones(num_rows, np.int64),
-        start_S=_extended(rows.start_S, num_rows, NO_POSITION),
-        table_begin_S=_extended(rows.table_begin_S, num_rows, 0),
-        read_rows=_extended(rows.read_rows, num_rows if layout.is_last else 0, 0),
-    )
+def _extended(numbers: Ints, count: int | None, filler: int) -> Ints:
+    """Return as many numbers as `count`; None: leave them as they are."""
+    if count is None:
+        return numbers
+    return np.concatenate([numbers, np.full(count - len(numbers), filler, np.int64)])
 
 
-def padding(num_rows: int, num_blocks: int, layout: StageLayout) -> StepRows:
-    """Return a step of padding alone, with block tables of so many blocks."""
+def _empty_step(num_blocks: int) -> StepRows:
+    """Return a step without slices, with block tables of so many blocks."""
     tables = np.zeros(num_blocks, np.int64)
-    none = StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE)
-    return padded(none, num_rows, layout)
+    return StepRows(_NO_PLAN, _NONE, _NONE, _NONE, _NONE, _NONE, _NONE, tables, _NONE, _NONE)
 
 
 def bucket_sizes(most: int) -> tuple[int, ...]:
@@ -183,19 +185,19 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return tuple(sorted({*(power for power in powers if power < most), most}))
 
 
-def _extended(numbers: Ints, count: int, filler: int) -> Ints:
-    return np.concatenate([numbers, np.full(count - len(numbers), filler, np.int64)])
-
-
-def _tiles(rows: StepRows) -> Ints:
-    """Return the tiles of a step, each of up to ROWS_PER_TILE rows of a slice, as `operators.Tiles` has them."""
+def _tiles(rows: StepRows, pad_to: int | None) -> Ints:
+    """Return the tiles of a step, each of up to ROWS_PER_TILE rows of a slice, as `operators.Tiles` has them. Each
+    row of padding has one of its own."""
     tiles_per_slice = -(-rows.num_rows_S // ROWS_PER_TILE)
     slice_of = np.repeat(np.arange(len(rows.num_rows_S)), tiles_per_slice)
     first_tile_S = np.cumsum(tiles_per_slice) - tiles_per_slice
-    offset = (np.arange(len(slice_of)) - first_tile_S[slice_of]) * ROWS_PER_TILE
-    tiles = np.empty((len(slice_of), 4), np.int64)
-    tiles[:, 0] = rows.first_row_S[slice_of] + offset
-    tiles[:, 1] = np.minimum(rows.num_rows_S[slice_of] - offset, ROWS_PER_TILE)
-    tiles[:, 2] = rows.start_S[slice_of] + offset
-    tiles[:, 3] = rows.table_begin_S[slice_of]
+    count = len(slice_of)
+    offset = (np.arange(count) - first_tile_S[slice_of]) * ROWS_PER_TILE
+    tiles = np.empty((pad_to or count, 4), np.int64)
+    tiles[:count, 0] = rows.first_row_S[slice_of] + offset
+    tiles[:count, 1] = np.minimum(rows.num_rows_S[slice_of] - offset, ROWS_PER_TILE)
+    tiles[:count, 2] = rows.start_S[slice_of] + offset
+    tiles[:count, 3] = rows.table_begin_S[slice_of]
+    tiles[count:, 0] = np.arange(count, len(tiles))
+    tiles[count:, 1:] = 1, -1, 0
     return tiles

@@ -16,7 +16,7 @@ from ppserve.core.request import SamplingParams
 from ppserve.model.sampling import ReadRow, unpacked_biases, unpacked_ids
 
 PER_ROW = ("points", "top_p", "min_p", "temperature", "top_k", "targets")
-"""The arrays with one number for every row."""
+"""The arrays with one number for every row. `targets` has -1 where a row has none."""
 
 ADJUSTMENTS = ("adjusted_rows", "adjusted_ids", "bias", "repetition", "frequency", "presence")
 """The arrays with one number for every pair of a row and an id whose score is changed before the draw. They are
@@ -79,14 +79,13 @@ class Draws:
             "min_p": np.array([of.min_p for of in params], np.float64),
             "temperature": np.array([of.temperature for of in params], np.float32),
             "top_k": np.array([min(of.top_k, _NO_LIMIT) or _NO_LIMIT for of in params], np.int32),
-            "targets": np.array([_NO_TARGET if row.target is None else row.target for row in self.rows], np.int32),
+            "targets": np.array([-1 if row.target is None else row.target for row in self.rows], np.int32),
         }
 
 
 _ANY = SamplingParams(temperature=0.0)
 _MASK = (1 << 64) - 1
 _NO_LIMIT = (1 << 31) - 1
-_NO_TARGET = -1
 
 
 def uniforms(seed: NDArray[np.uint64], index: NDArray[np.uint64], position: NDArray[np.uint64]) -> NDArray[Any]:

@@ -58,11 +58,12 @@ class RecordedStage:
     def forward(self, inputs: DeviceInputs, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         if inputs.bucket is None:
             return self._model.forward(inputs, hidden_TD)
+        num_rows = len(inputs.rows.slots_T)  # without padding
         if hidden_TD is not None:
-            self._received_TD[: inputs.num_rows].copy_(hidden_TD)
+            self._received_TD[:num_rows].copy_(hidden_TD)
         self.replays[inputs.bucket]()
         self.num_replays += 1
-        hidden_TD = self._hidden_TD[: inputs.num_rows]
+        hidden_TD = self._hidden_TD[:num_rows]
         # A copy is sent, because the next step may be computed before the hidden states have left.
         return hidden_TD if self.layout.is_last else hidden_TD.clone()
 

@@ -13,7 +13,7 @@ import torch
 from ppserve.core.architecture import StageLayout
 from ppserve.core.layers import AttentionSpec
 from ppserve.core.plan import Slice, StepPlan
-from ppserve.model.cuda.cache import padded, step_arrays
+from ppserve.model.cuda.cache import step_arrays
 from ppserve.model.cuda.operators import Tiles
 from ppserve.model.inputs import StepRows, build_inputs
 from ppserve.model.sampling_kernels import draw
@@ -61,10 +61,10 @@ class Sequences:
         cache: Any = SimpleNamespace(block_size=self.block_size, num_blocks=len(self.keys), inputs=kept)
         return build_inputs(StepPlan(0, 0, 0, tuple(slices)), LAYOUT, cache)  # type: ignore[return-value]
 
-    def step(self, parts: list[tuple[int, int, int]], pad_to: int = 0) -> torch.Tensor:
+    def step(self, parts: list[tuple[int, int, int]], pad_to: int | None = None) -> torch.Tensor:
         """The rows' results; keys and values are kept."""
         rows = self.rows(parts)
-        arrays = step_arrays(padded(rows, pad_to, LAYOUT) if pad_to else rows)
+        arrays = step_arrays(rows, LAYOUT, pad_to=pad_to)
         on_device = {name: torch.from_numpy(array).to(self.device) for name, array in arrays.items()}
         qkv = torch.cat([self.qkv[i][start : start + count] for i, start, count in parts])
         more = len(arrays["slots"]) - len(qkv)

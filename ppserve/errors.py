@@ -154,9 +154,9 @@ _ALIKE = 0.7
 
 def likely_name(given: str, names: Iterable[str]) -> str | None:
     """Return the name that was probably meant by an unknown one: the most alike, else the most alike of those that
-    begin with it. None if there is no such name. Dashes in front do not count."""
-    told = given.lstrip("-").lower()
-    bare = {name: name.lstrip("-").lower() for name in names}
+    begin with it. None if there is no such name. Dashes and slashes in front do not count."""
+    told = given.lstrip("-/").lower()
+    bare = {name: name.lstrip("-/").lower() for name in names}
     alike = {name: SequenceMatcher(None, told, each).ratio() for name, each in bare.items()}
     longer = [name for name, each in bare.items() if len(told) > 2 and each.startswith(told)]
     likely = [name for name, likeness in alike.items() if likeness >= _ALIKE]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import click
 from ppserve.cli.dialogue import Dialogue
 from ppserve.cli.types import COUNT, TEXT, Number, Whole
 from ppserve.core.figures import counted, table
-from ppserve.errors import PpserveError
+from ppserve.errors import PpserveError, likely_name
 from ppserve.head.options import RANGES
 
 _NUMBERS = ("temperature", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
@@ -57,8 +56,8 @@ class Commands:
         name, _, argument = line.strip().partition(" ")
         command = _BY_NAME.get(name)
         if command is None:
-            near = get_close_matches(name, _BY_NAME, 1)
-            meant = f"did you mean {near[0]}? " if near else ""
+            near = likely_name(name, _BY_NAME)
+            meant = f"did you mean {near}? " if near else ""
             raise PpserveError(f"there is no command {name}; {meant}/help lists them, // begins a message with /")
         if argument.strip() and not command.argument:
             raise PpserveError(f"{name} takes nothing after it")

@@ -24,6 +24,8 @@ from unittest import mock
 
 RANKS = "tests.e2e.forked_ranks"
 """What the fork server imports. Not to be imported in pytest's own process."""
+RESHAPES = "RESHAPES"
+"""The variable with the path of the socket on which a head takes divisions of its layers (`forked_ranks`)."""
 
 # How the names of variables begin that are read while libraries and kernels are imported.
 _READ_AT_IMPORT = ("PPSERVE_CPU_", "NUMBA_", "OMP_", "KMP_", "MKL_", "OPENBLAS_", "ATEN_", "LD_", "PYTHON")

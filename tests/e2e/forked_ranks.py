@@ -10,6 +10,7 @@ The name of a process (`comm`) tells what it is, since its command line is that 
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import ctypes
 import gc
@@ -83,6 +84,37 @@ import ppserve.stage.connecting  # noqa: E402
 import ppserve.stage.link  # noqa: E402
 import ppserve.stage.loop  # noqa: E402
 import ppserve.stage.probe  # noqa: E402
+from ppserve.core.architecture import Split  # noqa: E402
+from ppserve.errors import RequestError, ReshapeFailed  # noqa: E402
+from tests.forking import RESHAPES  # noqa: E402
+
+
+class ReshapableHead(ppserve.head.app.HeadProcess):
+    """The head, whose layers can be divided anew by hand, which no door of a server does.
+
+    Where the variable `RESHAPES` has the path of a socket, the head takes a line such as `3,5` there, and answers
+    with the number of the epoch that has formed with these layers, or with the reason why none has.
+    """
+
+    async def _serve(self, metrics_port: int) -> None:
+        if (path := os.environ.get(RESHAPES)) is None:
+            await super()._serve(metrics_port)
+            return
+        async with await asyncio.start_unix_server(self._reshape, path):
+            await super()._serve(metrics_port)
+
+    async def _reshape(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        answer: object
+        try:
+            split = Split.parse((await reader.readline()).decode())
+            answer = await asyncio.wrap_future(self._engine.reshape(0, split))
+        except (RequestError, ReshapeFailed) as error:
+            answer = f"{type(error).__name__}: {error}"
+        writer.write(f"{answer}\n".encode())
+        writer.close()
+
+
+ppserve.head.app.HeadProcess = ReshapableHead  # type: ignore[misc]
 
 # What is imported stays: no collector writes to these pages, which all processes share.
 gc.freeze()

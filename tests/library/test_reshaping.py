@@ -15,6 +15,7 @@ from ppserve.errors import InvalidRequest, ReshapeFailed
 from ppserve.head.observe.metrics import Metrics
 from ppserve.model.cpu.backend import CpuBackend
 from tests.library.mixed import assert_same, mixed_requests, tiny, together
+from tests.library.test_speculation import draft_tokens_of
 from tests.slow import thorough
 
 LONG = ("Once upon a time", {"max_tokens": 150, "seed": 3, "ignore_eos": True, "logprobs": 1})
@@ -108,3 +109,17 @@ def limit(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
         return before(backend, of, *rest, **options)
 
     monkeypatch.setattr(CpuBackend, what, limited)
+
+
+@pytest.mark.slow
+def test_draft_tokens_are_counted_on_where_layers_are_divided_anew() -> None:
+    """A count that began anew would end the engine: counters of Prometheus never decrease."""
+    with tiny(2, speculate=3) as pipeline:
+        before = {"accepted": 0, "rejected": 0}
+        for layers in ("4,4", "8", "5,3"):
+            divide(pipeline, layers)
+            assert draft_tokens_of(pipeline) == before
+            together(pipeline, mixed_requests(6))
+            after = dict(draft_tokens_of(pipeline))
+            assert all(after[outcome] > before[outcome] for outcome in before)
+            before = after

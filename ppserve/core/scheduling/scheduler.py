@@ -75,6 +75,7 @@ class Scheduler:
         self.config = config
         self.slots = MicrobatchSlots(config.microbatches or config.num_stages)
         self.num_draft_tokens = dict.fromkeys(DRAFT_OUTCOMES, 0)
+        """How many returned, of all schedulers that this replica has had. No number ever decreases."""
         self.is_open = True
         self.num_releases = 0
         """How often sequences or blocks were released, or the scheduler opened. A request that did not fit before
@@ -302,6 +303,12 @@ class Scheduler:
         groups = tuple(self._groups.values())
         self._groups.clear()
         return GivenBack(groups, in_flight)
+
+    def continue_after(self, earlier: Scheduler) -> None:
+        """Take the place of a scheduler that has closed: steps are numbered, and draft tokens counted, from where
+        it ended."""
+        self.slots.continue_after(earlier.slots)
+        self.num_draft_tokens = earlier.num_draft_tokens
 
     def open(self, epoch: int) -> None:
         """Open for an epoch that has formed: requests may be admitted."""

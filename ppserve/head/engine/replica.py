@@ -273,7 +273,7 @@ class Replica:
         before, self.scheduler = self.scheduler, self._new_scheduler(decision)
         if before is not None:
             self.request_queue.remove_scheduler(before)
-            self.scheduler.slots.continue_after(before.slots)
+            self.scheduler.continue_after(before)
 
     def _new_scheduler(self, decision: Decision) -> Scheduler:
         assert self.members.num_blocks is not None

@@ -199,8 +199,6 @@ class StepMetrics(StepObserver):
 
     def _count_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:
         before = self._num_drafted[replica]
-        if sum(outcomes.values()) < sum(before.values()):
-            before = dict.fromkeys(DRAFT_OUTCOMES, 0)  # the replica has a new scheduler, which counts from zero
         if outcomes != before:
             for outcome, count in outcomes.items():
                 self._drafted[replica][outcome].inc(count - before[outcome])

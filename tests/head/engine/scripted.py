@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -14,7 +15,7 @@ from ppserve.core.plan import RankResult, StepStamps
 from ppserve.core.scheduling.config import SchedulerConfig
 from ppserve.errors import ConfigError
 from ppserve.head.engine.control import Disconnected, Received
-from ppserve.head.engine.member import Decision, EpochLost, MemberEvent
+from ppserve.head.engine.member import Decision, EpochLost, MemberEvent, StageState
 from ppserve.head.engine.members import Members
 from tests.architectures import gpt2 as gpt2_architecture
 from tests.hellos import hello, host_of
@@ -158,9 +159,45 @@ class MembersRig(RanksRig[MemberEvent | None]):
         self.sent.clear()
         assert [self.say(rank, wire.Broken(epoch, "told")) for rank in ranks] == [None] * len(ranks)
 
+    def wait(self, seconds: int, *answering: int) -> None:
+        """The time passes, and these ranks answer pings."""
+        for _ in range(2 * seconds):
+            self.answer(*answering)
+            self.tick(0.5)
 
-def result(epoch: int) -> wire.Result:
-    return wire.Result(RankResult(epoch=epoch, step_id=1, place=0, stamps=StepStamps(1, 2, 3, 4, 5, 6)))
+    def assigned(self) -> dict[int, int]:
+        """How many halves of layers each rank was told to load, since the last call."""
+        found = {rank: m.layout.num_sublayers for rank, m in self.sent if isinstance(m, wire.Assign)}
+        self.sent.clear()
+        return found
+
+    def divide(self, *sublayers: int) -> Future[int]:
+        """Divide the layers anew; all ranks that are there leave the epoch."""
+        formed: Future[int] = Future()
+        epoch = self.members.epoch
+        self.members.reshape(Split(sublayers), formed, self.now_ns)
+        for member in self.members.all:
+            if member.state is StageState.LEAVING:
+                self.say(member.rank, wire.Broken(epoch, "told"))
+        return formed
+
+    def form(self) -> None:
+        """All ranks in use load what they were told to, and join the epoch."""
+        self.sent.clear()
+        while loading := [m for m in self.members.in_use if m.state is StageState.LOADING]:
+            for member in loading:
+                self.loaded(member.rank)
+        for _ in range(100):
+            if self.members.first.state is StageState.FORMING:
+                break
+            self.sent.clear()
+            self.answer(*self.ranks)
+            self.tick(0.5)
+        self.join()
+
+
+def result(epoch: int, place: int = 0) -> wire.Result:
+    return wire.Result(RankResult(epoch=epoch, step_id=1, place=place, stamps=StepStamps(1, 2, 3, 4, 5, 6)))
 
 
 def loaded_pipeline(num_stages: int = 2) -> MembersRig:

@@ -261,7 +261,7 @@ def test_each_failed_attempt_doubles_the_time_to_the_next_up_to_twenty_seconds(f
     for attempt in range(9):
         if formed and attempt == 0:
             pipeline.join()
-            pipeline.say(1, wire.Result(RankResult(epoch=1, step_id=1, place=1, stamps=StepStamps(*range(6)))))
+            pipeline.say(1, result(1, place=1))
         epoch = pipeline.members.epoch
         for stage in range(2):
             pipeline.say(0, wire.StoreOpened(epoch, 4000))
@@ -319,7 +319,7 @@ def test_an_epoch_that_computes_a_step_ends_the_count() -> None:
         pipeline.tick(1)
         pipeline.join()
         epoch = pipeline.members.epoch
-        pipeline.say(1, wire.Result(RankResult(epoch=epoch, step_id=1, place=1, stamps=StepStamps(*range(6)))))
+        pipeline.say(1, result(epoch, place=1))
         for stage in range(2):
             pipeline.say(stage, wire.Broken(epoch, "reset"))
     assert pipeline.dropped == []

@@ -19,6 +19,7 @@ setup: $(VENV)/.ready
 
 # torch first: the CPU build where it can be had, as any other is gigabytes more.
 $(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m ppserve.supported
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python tools/install_torch.py
 	@echo "what ppserve and its tests need besides: 0.4 GB to fetch, 1.5 GB on disk; this takes minutes"

@@ -12,6 +12,10 @@ p stages, m microbatches, B sequences, T tokens, D width.
 
 from __future__ import annotations
 
+from ppserve.supported import end_unless_supported
+
+end_unless_supported()
+
 import argparse
 import os
 import socket

@@ -1,10 +1,19 @@
-"""`python -m ppserve`."""
+"""`python -m ppserve`, and the command `ppserve`."""
 
 import sys
 
-try:
-    from ppserve.cli.main import main
-except KeyboardInterrupt:
-    sys.exit(130)
+from ppserve.supported import end_unless_supported
 
-main()
+
+def main() -> None:
+    """Run a command where ppserve can run, else say why it cannot."""
+    end_unless_supported()
+    try:
+        from ppserve.cli.main import main as run
+    except KeyboardInterrupt:
+        sys.exit(130)
+    run()
+
+
+if __name__ == "__main__":
+    main()

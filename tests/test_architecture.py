@@ -24,7 +24,8 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.answers", "ppserve.client", "ppserve.errors", "ppserve.library"),
         "ppserve.grammar.structured_output",
     },
-    "ppserve.__main__": {"ppserve.cli"},
+    "ppserve.__main__": {"ppserve.cli", "ppserve.supported"},
+    "ppserve.supported": set(),
     "ppserve.errors": set(),
     "ppserve.answers": {"ppserve.errors", "ppserve.grammar.structured_output", "msgspec"},
     "ppserve.config": {"ppserve.core", "ppserve.errors"},
@@ -77,7 +78,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.library": {
         *("ppserve.library", "ppserve.head", "ppserve.stage", "ppserve.core", "ppserve.model", "ppserve.bench"),
         *("ppserve.answers", "ppserve.wire", "ppserve.config", "ppserve.errors", "ppserve.process.environment"),
-        *("ppserve.tokenizer", "msgspec", "torch"),
+        *("ppserve.tokenizer", "ppserve.supported", "msgspec", "torch"),
     },
     "ppserve.client": {
         *("ppserve.client", "ppserve.answers", "ppserve.v1", "ppserve.errors"),
@@ -253,7 +254,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 # and a tenth more. A limit asks which idea a change adds and which it ends; it never shortens a sentence. Whoever
 # needs more raises it in the commit that needs it, with a sentence that says why.
 BUDGET = {
-    "ppserve/*.py": 1_320,
+    "ppserve/*.py": 1_370,  # supported.py asks before anything is imported, so it stands beside __main__.py
     "ppserve/core/*.py": 1_320,
     "ppserve/core/scheduling/*.py": 2_400,
     "ppserve/core/ledger/*.py": 936,
@@ -414,4 +415,5 @@ def test_the_tour_uses_public_names_only(path: Path) -> None:
     import ppserve.library
 
     public = {f"{home.__name__}.{name}" for home in (ppserve, ppserve.library) for name in home.__all__}
+    public.add("ppserve.supported.end_unless_supported")  # what it asks before it imports them
     assert {name for name in imports(path) if name.startswith("ppserve")} <= public

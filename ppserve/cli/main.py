@@ -89,9 +89,6 @@ def cli() -> None:
 
 def main() -> None:
     """Run a command. A user's mistake becomes one line on standard error and exit code 2."""
-    if sys.platform != "linux":
-        system = {"darwin": "macOS", "win32": "Windows"}.get(sys.platform, sys.platform)
-        sys.exit(f"ppserve: error: {system} is not supported: ppserve runs on Linux (x86-64 or ARM64)")
     reports = os.environ.get("RANK", "0") == "0"  # all ranks find the same mistakes
     _open_what_is_closed()
     for stream, errors in ((sys.stdin, "surrogateescape"), (sys.stdout, "replace")):

@@ -4,6 +4,10 @@ Never opens a socket, never speaks a protocol. These are the public names: the p
 who take one apart, as the tour (`demo.py`) does.
 """
 
+from ppserve.supported import require
+
+require()
+
 from ppserve.bench.ledger import BUSY, between, read_ledger, shares
 from ppserve.core.architecture import Architecture, Split, StageLayout, stage_layouts, stage_params
 from ppserve.core.ledger.account import StageTimes

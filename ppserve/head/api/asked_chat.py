@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 from ppserve.answers import Chat
@@ -12,7 +13,6 @@ from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
 from ppserve.head.api.chat_template import ROLES, ChatTemplate
-from ppserve.head.options import GenerationOptions
 
 MAX_MESSAGES = 1024
 
@@ -38,6 +38,8 @@ class AskedChat:
     continues: bool = False  # whether the answer is the rest of the last message
     tooling: Tooling = NO_TOOLS
     form: StructuredOutput | None = None  # what the answer must look like, if it is a text
+    surrounds: bool = False
+    """Whether the tokenizer's own tokens are put around the prompt; as a rule, the template writes them."""
     place: str = "messages"  # where the request has the messages
 
     def __post_init__(self) -> None:
@@ -74,19 +76,18 @@ class AskedChat:
     def shown(self) -> list[Mapping[str, Any]]:
         return [message.shown for message in self.messages]
 
-    def plan(self, template: ChatTemplate, parts: Sequence[str]) -> AnswerPlan:
-        """Return how the answers are made and read. parts: what the template made of the messages.
+    async def render(self, given: ChatTemplate | None, caller: str) -> tuple[list[str], AnswerPlan]:
+        """Return what the template makes of the messages, as texts and special tokens in turn, and how the answers
+        are made and read.
 
-        Raises InvalidRequest for tools whose calls could not be read, or that must be called beside a form of
-        texts.
+        Raises InvalidRequest, also for tools whose calls could not be read, or that must be called beside a form
+        of texts.
         """
+        template, variables = self.template(given), self.all_variables
+        rendering = asyncio.ensure_future(template.render(caller, self.shown, variables, self.continues))
+        # Nobody hears of its error once the caller has gone.
+        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
+        parts = await asyncio.shield(rendering)
         # Only the template's own words begin a reasoning.
-        end = parts[-1] if self.all_variables["add_generation_prompt"] else ""
-        return template.answers.plan(self.tooling, end, self.form)
-
-
-def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
-    """Return the options with what a plan needs."""
-    if plan.shows_special:
-        options = replace(options, skip_special_tokens=False)
-    return options if plan.form is None else replace(options, structured_output=plan.form)
+        end = parts[-1] if variables["add_generation_prompt"] else ""
+        return parts, template.answers.plan(self.tooling, end, self.form)

@@ -105,10 +105,11 @@ class RequestHandler:
                 await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt
             )
             request = to_request(given, prompt_ids, self.description, call)
+            echoed = echo(prompt, request, self.tokenizer)
             token_filter = await self._forms.filter_of(given, request.resume_ids, call)
             if self._draining:
                 raise Draining("the server is shutting down")
-        stream = RequestStream(request, echo(prompt, request, self.tokenizer), news, deadline_is_error, plan)
+        stream = RequestStream(request, echoed, news, deadline_is_error, plan)
         self._streams[stream] = call
         self._idle.clear()
         try:
@@ -193,21 +194,11 @@ class RequestHandler:
             sum(map(len, texts)), lambda: encode(field, texts, self.tokenizer, self.description, surrounds)
         )
 
-    async def chat_prompt(
-        self, chat: AskedChat, caller: str, surrounds: bool = False
-    ) -> tuple[list[int], AnswerPlan]:
+    async def chat_prompt(self, chat: AskedChat, caller: str) -> tuple[list[int], AnswerPlan]:
         """Return the tokens of what the chat template makes of a chat, and how its answers are made and read.
-
-        surrounds: whether the tokenizer's own tokens are put around that; as a rule, the template writes them.
-        Raises InvalidRequest.
-        """
-        template = chat.template(self.template)
-        rendering = asyncio.ensure_future(template.render(caller, chat.shown, chat.all_variables, chat.continues))
-        # Nobody hears of its error once the caller has gone.
-        rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
-        parts = await asyncio.shield(rendering)
-        plan = chat.plan(template, parts)
-        return await self.tokenize(chat.place, *parts, surrounds=surrounds), plan
+        Raises InvalidRequest."""
+        parts, plan = await chat.render(self.template, caller)
+        return await self.tokenize(chat.place, *parts, surrounds=chat.surrounds), plan
 
     async def detokenize(self, field: str, ids: Sequence[int]) -> tuple[str, bytes]:
         """Return the text and the exact bytes of `ids`. Raises InvalidRequest for `field`."""

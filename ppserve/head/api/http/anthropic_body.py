@@ -12,11 +12,9 @@ import msgspec
 from ppserve.errors import Violation
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
 from ppserve.head.api.asked_chat import AskedChat
-from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.conversation import (
     Turn,
-    ask_chat,
     call_of,
     lacking,
     reasoning_variables,
@@ -24,7 +22,6 @@ from ppserve.head.api.http.conversation import (
 )
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
-from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.options import GenerationOptions
 
 # A coding agent's first block of `system` begins so. It differs in every request: with it, no prefix of a prompt
@@ -188,7 +185,6 @@ class MessagesBody(GenerationBody, kw_only=True):
 
     @cached_property
     def conversation(self) -> AskedChat:
-        """The chat that is to be answered. Raises InvalidRequest."""
         turns = [Turn(field="system", role="system", texts=[text]) for text in self._system()]
         for place, message in enumerate(self.messages):
             turns += message.turns(f"messages[{place}]")
@@ -200,6 +196,7 @@ class MessagesBody(GenerationBody, kw_only=True):
             variables=reasoning_variables(self.thinks, effort),
             continues=last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last,
             tooling=self.tooling,
+            form=self.form,
         )
 
     def _system(self) -> Iterator[str]:
@@ -208,9 +205,6 @@ class MessagesBody(GenerationBody, kw_only=True):
             shown = text.partition("\n")[2] if text.startswith(_BILLING) else text
             if shown:
                 yield shown
-
-    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        return await ask_chat(self.conversation, self.options(), handler, caller)
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens, stop=self.stop)

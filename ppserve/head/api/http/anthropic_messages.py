@@ -15,7 +15,8 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
-from ppserve.head.api.http.bodies import ask, read_body
+from ppserve.head.api.http.bodies import read_body
+from ppserve.head.api.http.completions import ask
 from ppserve.head.api.http.conversation import read_arguments
 from ppserve.head.api.http.responses import ErrorForm, JsonResponse, encode, event
 from ppserve.head.api.request_handler import RequestHandler

@@ -7,7 +7,7 @@ name (`ppserve.head.api.http.unserved`), unless their value asks for nothing.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import islice
@@ -18,7 +18,9 @@ import msgspec
 from starlette.requests import Request
 
 from ppserve.errors import InvalidRequest, Violation, refuse
-from ppserve.head.api.http.asked import Asked, Resume, StreamOptions
+from ppserve.grammar.structured_output import StructuredOutput
+from ppserve.head.api.asked_chat import AskedChat
+from ppserve.head.api.http.asked import Resume, StreamOptions
 from ppserve.head.api.http.forms import (
     AskedForm,
     JsonValue,
@@ -32,7 +34,7 @@ from ppserve.head.api.http.json_errors import violation_of
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, SERVED, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
-from ppserve.head.api.requests import Prompt, outside, renamed
+from ppserve.head.api.requests import Prompt, outside
 from ppserve.head.api.stream import AT_THE_END
 from ppserve.head.limits import ALL, MAX_COUNT, MAX_SEED
 from ppserve.head.options import GenerationOptions
@@ -110,8 +112,18 @@ class GenerationBody(Body, kw_only=True, dict=True):
         yield from outside("seed", self.seed or 0, MIN_SEED, MAX_SEED)
         yield from outside("top_k", self.top_k or 0, ALL_TOKENS, MAX_COUNT)
 
-    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        """Return what is to be generated. Raises RequestError."""
+    @property
+    def form(self) -> StructuredOutput | None:
+        """The form that the answers should have."""
+        return self.forms[0].output if self.forms else None
+
+    @property
+    def conversation(self) -> AskedChat | None:
+        """The chat that is to be answered; None for a body with prompts. Raises InvalidRequest."""
+        return None
+
+    def prompts(self) -> Sequence[Prompt]:
+        """Return the prompts that are to be answered, where there is no chat. Raises InvalidRequest."""
         raise NotImplementedError
 
     def options(self) -> GenerationOptions:
@@ -133,21 +145,13 @@ class GenerationBody(Body, kw_only=True, dict=True):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             priority=self.priority,
-            structured_output=self.forms[0].output if self.forms else None,
+            structured_output=self.form,
         )
 
     @property
     def names(self) -> dict[str, str]:
         """The names of this body's fields by the proto's names, where they are not the part after its dot."""
         return {"token_ids.ids": "prompt", "structured_output": self.forms[0].field if self.forms else "tools"}
-
-
-async def ask(body: GenerationBody, handler: RequestHandler, caller: str) -> Asked:
-    """Return what a body asks to be generated. Raises RequestError, with the body's names of fields."""
-    try:
-        return await body.asked(handler, caller)
-    except InvalidRequest as error:
-        raise renamed(error, body.names) from None
 
 
 class ChoicesBody(GenerationBody, kw_only=True):
@@ -288,10 +292,7 @@ class CompletionBody(ChoicesBody, kw_only=True):
         prompt_scores = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
         return {**super().names, "output.prompt_logprobs": prompt_scores}
 
-    async def asked(self, _handler: RequestHandler, _caller: str) -> Asked:
-        return Asked(self._prompts(), self.options())
-
-    def _prompts(self) -> list[Prompt]:
+    def prompts(self) -> Sequence[Prompt]:
         given = "" if self.prompt is None else self.prompt
         kinds = {type(part) for part in given}
         if isinstance(given, str) or kinds == {int}:

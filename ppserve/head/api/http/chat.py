@@ -13,8 +13,7 @@ from ppserve.errors import Violation
 from ppserve.head.api.asked_chat import AskedChat, ShownMessage
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
-from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.conversation import ask_chat, read_arguments
+from ppserve.head.api.http.conversation import read_arguments
 from ppserve.head.api.http.tools import ToolBody, message_of
 from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
@@ -122,13 +121,8 @@ class ChatBody(ToolBody, kw_only=True):
         # It is made here because a long body is read in a thread.
         _ = self.conversation
 
-    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        surrounds = bool(self.add_special_tokens)
-        return await ask_chat(self.conversation, self.options(), handler, caller, surrounds)
-
     @cached_property
     def conversation(self) -> AskedChat:
-        """The chat that is to be answered. Raises InvalidRequest."""
         return AskedChat(
             messages=[
                 ShownMessage(f"messages[{place}]", message.for_template())
@@ -137,6 +131,8 @@ class ChatBody(ToolBody, kw_only=True):
             variables=self.template_variables(),
             continues=bool(self.continue_final_message),
             tooling=self.tooling,
+            form=self.form,
+            surrounds=bool(self.add_special_tokens),
         )
 
     def template_variables(self) -> dict[str, Any]:

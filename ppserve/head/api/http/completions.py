@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ppserve.errors import InvalidRequest
+from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
 from ppserve.head.api.http.asked import Asked
-from ppserve.head.api.http.bodies import GenerationBody, ask, read_body
+from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
+from ppserve.head.options import GenerationOptions
 
 
 async def generate(
@@ -32,6 +35,25 @@ async def generate(
         request.state.call = call
         asked = await ask(body, handler, call.caller)
     return await unless_hung_up(request, _answer(handler, call, body, asked, form))
+
+
+async def ask(body: GenerationBody, handler: RequestHandler, caller: str) -> Asked:
+    """Return what a body asks to be generated. Raises RequestError, with the body's names of fields."""
+    try:
+        options, chat = body.options(), body.conversation
+        if chat is None:
+            return Asked(body.prompts(), options)
+        prompt, plan = await handler.chat_prompt(chat, caller)
+        return Asked([prompt], planned(options, plan), plan)
+    except InvalidRequest as error:
+        raise renamed(error, body.names) from None
+
+
+def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
+    """Return the options with what a plan needs."""
+    if plan.shows_special:
+        options = replace(options, skip_special_tokens=False)
+    return options if plan.form is None else replace(options, structured_output=plan.form)
 
 
 async def _answer(

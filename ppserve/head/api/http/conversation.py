@@ -5,16 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
 from ppserve.errors import Violation
-from ppserve.head.api.asked_chat import AskedChat, ShownMessage, planned
-from ppserve.head.api.http.asked import Asked
+from ppserve.head.api.asked_chat import ShownMessage
 from ppserve.head.api.http.responses import encode
-from ppserve.head.api.request_handler import RequestHandler
-from ppserve.head.options import GenerationOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,13 +110,3 @@ def _message(turns: Sequence[Turn]) -> ShownMessage:
     if first.result_of is not None:
         shown["tool_call_id"] = first.result_of
     return ShownMessage(first.field, shown)
-
-
-async def ask_chat(
-    chat: AskedChat, options: GenerationOptions, handler: RequestHandler, caller: str, surrounds: bool = False
-) -> Asked:
-    """Return what the body of a chat asks for. surrounds: see `RequestHandler.chat_prompt`. Raises
-    RequestError."""
-    asked = replace(chat, form=options.structured_output)
-    prompt, plan = await handler.chat_prompt(asked, caller, surrounds)
-    return Asked([prompt], planned(options, plan), plan)

@@ -18,12 +18,10 @@ from ppserve.head.api.answer_parts.tools import ToolChoice, Tooling
 from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
-from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.conversation import (
     Turn,
-    ask_chat,
     call_of,
     lacking,
     read_arguments,
@@ -222,16 +220,14 @@ class ResponsesBody(GenerationBody, kw_only=True):
 
     @cached_property
     def conversation(self) -> AskedChat:
-        """The chat that is to be answered. Raises InvalidRequest."""
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         turns = [Turn(field="instructions", role="system", texts=[self.instructions])] if self.instructions else []
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
         effort = self.effort
         variables = reasoning_variables(None if effort is None else effort != "none", effort)
-        return AskedChat(messages=to_messages(turns), variables=variables, tooling=self.tooling, place="input")
-
-    async def asked(self, handler: RequestHandler, caller: str) -> Asked:
-        return await ask_chat(self.conversation, self.options(), handler, caller)
+        return AskedChat(
+            messages=to_messages(turns), variables=variables, tooling=self.tooling, form=self.form, place="input"
+        )
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens)

@@ -21,7 +21,7 @@ from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
-from ppserve.head.api.asked_chat import planned
+from ppserve.head.api.http.completions import planned
 from ppserve.head.engine.streams import SequenceProgress
 from ppserve.head.options import GenerationOptions
 from tests.grammar.words import PADDING, allowed, drawn, fits, library

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from pathlib import Path
 READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
 SERVED = re.compile(r"^ppserve [\d.]+: (.*)$", re.MULTILINE)
 """The line of the server's banner that says what it serves, in which numbers."""
+PROGRESS = re.compile(r"^starting, .*$", re.MULTILINE)
 PPSERVE = (sys.executable, "-m", "ppserve")
 ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
@@ -23,6 +25,22 @@ def stop(number: int, _frame: object) -> None:
     for ending in ENDINGS:
         signal.signal(ending, signal.SIG_IGN)
     sys.exit(128 + number)
+
+
+def show(text: str) -> None:
+    """Write over the line of the progress, where there is a terminal."""
+    if sys.stderr.isatty():
+        width = shutil.get_terminal_size().columns - 1
+        print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
+
+
+def show_progress(log: str, said: str) -> str:
+    """Show the last line in which the server says how its start goes on, unless it is `said`; return it."""
+    told = PROGRESS.findall(log)
+    if not told or told[-1] == said:
+        return said
+    show(told[-1])
+    return str(told[-1])
 
 
 def main() -> int:
@@ -41,11 +59,14 @@ def main() -> int:
             server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             print(f"starting {known.stages} stages of {known.model}", file=sys.stderr)
+            said = ""
             while not (ready := READY.search(log.read_text(errors="replace"))):
+                said = show_progress(log.read_text(errors="replace"), said)
                 if server.poll() is not None:
                     print(log.read_text(errors="replace"), file=sys.stderr)
                     return server.returncode
                 time.sleep(0.1)
+            show("")
             signal.signal(signal.SIGINT, lambda *_: None)
             if served := SERVED.search(log.read_text(errors="replace")):
                 print(served[1], file=sys.stderr)

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 CONTEXT = Path(__file__).resolve().parent.parent
-READY_WITHIN_S = 180.0
+SILENT_S = 180.0
 END_WITHIN_S = 40.0
 
 
@@ -201,9 +201,11 @@ def try_out(build: Build, image: Stage) -> None:
 
 def wait_for_ready(server: subprocess.Popen[bytes], log: Path) -> str:
     """The gRPC address of the ready line."""
-    until_s = time.monotonic() + READY_WITHIN_S
+    until_s, said = time.monotonic() + SILENT_S, ""
     while time.monotonic() < until_s and server.poll() is None:
-        if found := re.search(r"^ppserve ready grpc=(\S+)", log.read_text(errors="replace"), re.MULTILINE):
+        if (text := log.read_text(errors="replace")) != said:
+            until_s, said = time.monotonic() + SILENT_S, text
+        if found := re.search(r"^ppserve ready grpc=(\S+)", text, re.MULTILINE):
             print(found[0], flush=True)
             return found[1]
         time.sleep(0.2)

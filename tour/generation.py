@@ -23,7 +23,7 @@ def show_generation(tour: Tour, prompt: str, trace: Path) -> None:
     tour.explain(f"A server of its own: ppserve serve {' '.join(arguments[:2])}. It continues {prompt!r}:")
     tour.progress("the server starts")
     killed_at = 0
-    with serving(arguments) as server, Client(server.target) as client:
+    with serving(arguments, tour.progress) as server, Client(server.target) as client:
 
         def show(text: str, num_tokens: int) -> None:
             tour.write(text.replace("\n", "\n  "))

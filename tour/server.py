@@ -20,7 +20,11 @@ from ppserve import Client, Options
 from tour.errors import TourError
 
 _READY = "ppserve ready grpc="
-_START_WITHIN_S = 120.0
+_PROGRESS = "starting, "
+"""The beginning of the lines in which a server says how its start goes on."""
+_SILENT_S = 120.0
+"""A start that says nothing new for so long is given up."""
+_LOOK_EVERY_S = 0.5
 _LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "OMP_NUM")
 
 
@@ -42,11 +46,12 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(arguments: Sequence[str]) -> Iterator[ServerProcess]:
-    """`python -m ppserve serve ...` on this host, ready; told to end afterwards. Raises TourError."""
+def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator[ServerProcess]:
+    """`python -m ppserve serve ...` on this host, ready; told to end afterwards. tell: called with what the start
+    does at the moment. Raises TourError."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
-    with tempfile.TemporaryFile("w+") as complaints:
+    with tempfile.NamedTemporaryFile("w+") as complaints:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -55,19 +60,37 @@ def serving(arguments: Sequence[str]) -> Iterator[ServerProcess]:
             stderr=complaints,
             text=True,
         )
-        giving_up = threading.Timer(_START_WITHIN_S, process.kill)
-        giving_up.start()
+        is_ready = threading.Event()
+        watching = threading.Thread(target=_watch_start, args=(process, Path(complaints.name), is_ready, tell))
+        watching.start()
         try:
             assert process.stdout is not None
             ready = next((line for line in process.stdout if line.startswith(_READY)), None)
-            giving_up.cancel()
+            is_ready.set()
+            watching.join()
             if ready is None:
                 complaints.seek(0)
                 raise TourError(f"the server did not start: {_complaint(complaints.read())}")
             yield ServerProcess(process, ready.removeprefix(_READY).split()[0])
         finally:
-            giving_up.cancel()
+            is_ready.set()
             _end(process)
+
+
+def _watch_start(
+    process: subprocess.Popen[str], log: Path, is_ready: threading.Event, tell: Callable[[str], object]
+) -> None:
+    """Tell how the start goes on, and kill a server whose start says nothing new for too long."""
+    said, since_s = "", time.monotonic()
+    while not is_ready.wait(_LOOK_EVERY_S):
+        text = log.read_text()
+        if text != said:
+            said, since_s = text, time.monotonic()
+            if told := [line for line in text.splitlines() if line.startswith(_PROGRESS)]:
+                tell(told[-1])
+        elif time.monotonic() - since_s > _SILENT_S:
+            process.kill()
+            return
 
 
 def _end(process: subprocess.Popen[str]) -> None:
@@ -82,8 +105,9 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def _complaint(text: str) -> str:
     """What the server said about its end, without the remarks of its launcher."""
-    lines = [line for line in text.splitlines() if line.startswith("ppserve: ")]
-    return lines[0].removeprefix("ppserve: ") if lines else (text.strip().splitlines() or ["it said nothing"])[-1]
+    said = [line for line in text.strip().splitlines() if not line.startswith(_PROGRESS)]
+    own = [line.removeprefix("ppserve: ") for line in said if line.startswith("ppserve: ")]
+    return (own[:1] or said[-1:] or ["it said nothing"])[0]
 
 
 def _proc(pid: int, name: str) -> bytes:

@@ -39,19 +39,20 @@ from ppserve.head.observe.metrics import Metrics
 from ppserve.head.observe.pages import MakePage, PageServer, json_page
 from ppserve.head.observe.trace import Trace
 from ppserve.head.servers import Servers
-from ppserve.head.starting import StartLine, WaitLimit, describe_start, find_missing
+from ppserve.head.starting import WaitLimit, describe_start, find_missing
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.head_endpoint import find_head_endpoint, open_head_socket
 from ppserve.process.keeper import Keeper
 from ppserve.process.lifetime import EXIT_USAGE, die_with_launcher
 from ppserve.process.log import flush_streams, on_dropped, set_up_logging
+from ppserve.process.progress import ProgressLine
 from ppserve.process.stage_process import ForkServer
 from ppserve.process.tls import stage_context
 
 log = logging.getLogger("ppserve.head")
 
 _HEALTH_EVERY_S = 0.1
-_WATCH_EVERY_S = 1.0
+_WATCH_EVERY_S = 0.5
 _STAGES_END_WITHIN_S = 5.0
 
 
@@ -139,14 +140,17 @@ class HeadProcess:
 
     async def _await_pipeline(self) -> None:
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
-        line = StartLine(sys.stderr, time.monotonic())
+        line = ProgressLine(sys.stderr, "starting", time.monotonic())
         while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
             if self._config.server.log_format == "text":
-                line.show(describe_start(self._members), time.monotonic())
+                line.show(self._describe_start(), time.monotonic())
             seen, missing = find_missing(self._members, self._is_one_host)
-            if reason := limit.check(seen, missing, time.monotonic()):
+            if reason := limit.check((seen, self._keeper.doing), missing, time.monotonic()):
                 self._engine.give_up(reason)
         line.erase()
+
+    def _describe_start(self) -> str:
+        return describe_start(self._members, self._keeper.doing, self._config.device.cuda_graphs)
 
     async def _serve(self, metrics_port: int) -> None:
         """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""
@@ -205,7 +209,7 @@ class HeadProcess:
 
     def _read_state(self) -> dict[str, Any]:
         if self._description is None:
-            return {"status": "starting", "start": describe_start(self._members)}
+            return {"status": "starting", "start": self._describe_start()}
         readings, load, spans = self._engine.snapshot(), self._metrics.read_load(), self._spans.recent()
         return read_state(readings, self._description, load, spans, self._links, self._history.points())
 

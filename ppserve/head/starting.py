@@ -6,9 +6,7 @@ Downloads may take long, so what counts is the time in which nothing happened at
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
-from typing import TextIO
 
 from ppserve.core.figures import size
 from ppserve.errors import StagesLost
@@ -29,43 +27,28 @@ _COMES_HERE = "imports its libraries and, at the first start, compiles kernels (
 """What a rank does on the head's own host before it comes: this server has started it."""
 
 
-class StartLine:
-    """The line on a terminal that says what the ranks do at the start, and for how long they have."""
+def describe_start(replicas: Sequence[Members], doing: str, records_graphs: bool = False) -> str:
+    """Say how many ranks are at which step of the start, in the order of the steps.
 
-    def __init__(self, stream: TextIO, now_s: float) -> None:
-        """stream: nothing is shown unless it is a terminal."""
-        self._stream, self._since_s = stream, now_s
-        self._is_terminal = stream.isatty()
-
-    def show(self, text: str, now_s: float) -> None:
-        """Write over the line. A line of the log takes its place (`ERASE_LINE` of `ppserve.process.log`)."""
-        if self._is_terminal:
-            line = f"starting, {now_s - self._since_s:.0f} s: {text}"
-            self._stream.write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
-            self._stream.flush()
-
-    def erase(self) -> None:
-        if self._is_terminal:
-            self._stream.write("\r\x1b[K")
-            self._stream.flush()
-
-
-def describe_start(replicas: Sequence[Members]) -> str:
-    """Say how many ranks are at which step of the start, in the order of the steps."""
+    doing: what the stage of rank 0 does before it connects to the head, in words. The other ranks of its host do
+    about the same. records_graphs: whether ranks with a GPU do so when they join.
+    """
     members = [member for replica in replicas for member in replica.all]
     of = {state: [member for member in members if member.state is state] for state in StageState}
     parts = []
     if absent := of[StageState.ABSENT]:
-        first = "first start: into ~/.cache/ppserve"
-        parts.append(f"{len(absent)} of {len(members)} import, compile ({first})")
+        is_known = any(member.rank == 0 for member in absent)
+        parts.append((len(absent), doing if is_known else "preparing"))
     if loading := of[StageState.LOADING]:
         done, total = (sum(member.progress[part] for member in loading) for part in (0, 1))
-        is_read = 0 < total <= done
-        what = "prepare their kernels" if is_read else "load weights"
-        parts.append(f"{len(loading)} {what}" + (f", {size(done)} of {size(total)}" if total > done else ""))
+        read = f" {size(done)} of {size(total)}" if total > done else ""
+        parts.append((len(loading), "testing kernels" if 0 < total <= done else f"loading{read}"))
     if loaded := of[StageState.LOADED] + of[StageState.FORMING]:
-        parts.append(f"{len(loaded)} join the pipeline")
-    return "; ".join(parts) or "the pipeline is ready"
+        has_gpu = any(member.hello is not None and member.hello.device.gpu is not None for member in loaded)
+        parts.append((len(loaded), "joining" + (", recording graphs" if records_graphs and has_gpu else "")))
+    # As long as all do the same, their number says nothing.
+    said = [what if count == len(members) else f"{count} of {len(members)} {what}" for count, what in parts]
+    return "; ".join(said) or "ready"
 
 
 class WaitLimit:

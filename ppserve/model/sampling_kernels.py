@@ -24,6 +24,7 @@ from ppserve.model.compiled.lanes import (
     sum_lanes,
     where_greater,
 )
+from ppserve.model.compiled.together import for_types
 
 Floats = NDArray[np.float32]
 
@@ -186,6 +187,27 @@ def _bins_per_unit(scores_V, most):
 
 
 @inlined
+def sort_by_score(scores_V, ids, held):
+    """Sort the first `held` of ascending ids by rank, in place or in new memory, which is returned. Merging is
+    stable: of equal scores the lower id stays first. (NumPy's sort takes seconds to compile.)"""
+    others, width = np.empty(held, np.int64), 1
+    while width < held:
+        for begin in range(0, held, 2 * width):
+            middle, end = min(begin + width, held), min(begin + 2 * width, held)
+            left, right = begin, middle
+            for place in range(begin, end):
+                if right == end or (left < middle and scores_V[ids[left]] >= scores_V[ids[right]]):
+                    others[place] = ids[left]
+                    left += 1
+                else:
+                    others[place] = ids[right]
+                    right += 1
+        ids, others = others, ids
+        width *= 2
+    return ids
+
+
+@inlined
 def _members(scores_V, least, wanted_bin, most, bins_per_unit):
     """Return, by rank, the ids in one bin whose scores are at least `least`."""
     ids, held = np.empty(len(scores_V), np.int64), 0
@@ -194,8 +216,7 @@ def _members(scores_V, least, wanted_bin, most, bins_per_unit):
         if is_left and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
             ids[held] = i
             held += 1
-    ids = ids[:held]
-    return ids[np.argsort(-scores_V[ids], kind="mergesort")]  # a stable sort: of equal scores, the lower id first
+    return sort_by_score(scores_V, ids, held)[:held]
 
 
 @inlined
@@ -261,3 +282,13 @@ def _invert(weights_V, where):
             if reached > target:
                 break
     return last
+
+
+KERNELS = (
+    for_types(draw, "float32[::1], float32, int64, float64, float64, float64"),
+    for_types(log_normalizer, "float32[::1]"),
+    for_types(most_likely, "float32[::1], int64"),
+    for_types(greatest, "float32[::1]"),
+    for_types(is_finite, "float32[::1]"),
+)
+"""What reads logits without masks. The one that takes longest to compile is the first."""

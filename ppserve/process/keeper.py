@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from ppserve import wire
 from ppserve.config import ServeConfig
@@ -100,6 +100,8 @@ class Keeper:
         self._start = wire.Start(config, rank, world_size, head_endpoint)
         self._name = config.pipeline.grid(world_size).name(rank)
         self._found_head = self._was_ready = False
+        self.doing = "importing"
+        """What the stage does before it has found the head, in words. Any thread may read it."""
         self._clock, self._sleep = clock, sleep
         self._fork_server = fork_server or ForkServer()
         self._child: StageProcess | None = None
@@ -172,12 +174,19 @@ class Keeper:
             if lines:
                 last_sign_s = self._clock()
             reported.update(lines)
+            self._note_doing(lines)
             self._found_head |= StageLine.CONNECTED in reported
             self._was_ready |= StageLine.READY in reported
             limit_s = FROZEN_AFTER_S if StageLine.CONNECTED in reported else FROZEN_WHILE_PREPARING_S
             frozen = now_s - last_sign_s > limit_s
             if frozen or self._is_overdue():
                 child.kill()
+
+    def _note_doing(self, lines: Sequence[str]) -> None:
+        for line in lines:
+            first, _, words = line.partition(" ")
+            if first == StageLine.DOING:
+                self.doing = words
 
     def _give_up(self, reason: str) -> int:
         """Tell the head the reason, so that streams end with a status. Return the rank's exit code."""

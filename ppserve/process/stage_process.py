@@ -30,6 +30,8 @@ class StageLine(StrEnum):
     """The process exists. Its id follows on the same line."""
     STARTED = "started"
     """The process has read its configuration."""
+    DOING = "doing"
+    """What the process does until it has found the head. It follows in words on the same line."""
     CONNECTED = "connected"
     """The process has found the head."""
     READY = "ready"

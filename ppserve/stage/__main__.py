@@ -92,7 +92,8 @@ def run_stage_process(keeper_fd: int, parent_pid: int) -> int:
     set_up_logging(start.config.server, start.config.pipeline.grid(start.world_size).name(start.rank))
     log.info("process %d", os.getpid())
     _write_line(keeper_fd, StageLine.STARTED)
-    return _find_head(start, _probe(start), keeper_fd)
+    found = _probe(start, lambda words: _write_line(keeper_fd, f"{StageLine.DOING} {words}"))
+    return _find_head(start, found, keeper_fd)
 
 
 def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: int) -> int:
@@ -108,14 +109,14 @@ def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: in
     return _serve(start, found, connection, keeper_fd)
 
 
-def _probe(start: wire.Start) -> ProbeResult | UsageError:
+def _probe(start: wire.Start, tell: Callable[[str], None]) -> ProbeResult | UsageError:
     environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     try:
         from ppserve.stage.probe import probe_and_measure
     except (UsageError, PermissionError) as error:
         return UsageError(f"a stage cannot start on {socket.gethostname()}: {error}")
     try:
-        return probe_and_measure(start.config, environment)
+        return probe_and_measure(start.config, environment, tell)
     except UsageError as error:
         return error
 

@@ -29,9 +29,9 @@ from ppserve.core.architecture import StageLayout
 from ppserve.core.grid import RankGrid
 from ppserve.core.partition import BLOCK_SIZE, PartCosts, expected_step
 from ppserve.core.plan import StepPlan
-from ppserve.model.cache import user_cache
+from ppserve.model.cache import kernel_directory, user_cache
 from ppserve.model.checkpoint import Checkpoint
-from ppserve.model.checkpoint.opening import open_checkpoint
+from ppserve.model.checkpoint.opening import is_on_hub, open_checkpoint
 from ppserve.model.checkpoint.tensors import fingerprint
 from ppserve.process.environment import RankEnvironment
 from ppserve.stage.device import DeviceSetup
@@ -67,13 +67,26 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
     return ProbeResult(checkpoint, setup, fingerprint(checkpoint))
 
 
-def probe_and_measure(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
-    """Probe, bind this thread to the device, and measure there what the head needs to know. Raises UsageError."""
+def probe_and_measure(
+    config: ServeConfig, environment: RankEnvironment, tell: Callable[[str], object]
+) -> ProbeResult:
+    """Probe, bind this thread to the device, compile its kernels, and measure there what the head needs to know.
+    tell: called with what is done next, in words. Raises UsageError."""
+    path = config.model.path
+    tell(f"fetching {path}, unless it is here" if is_on_hub(path) else "opening the model")
     found = probe(config, environment)
     found.setup.bind_this_thread()
+    kept = f"first start only, kept in {_with_tilde(kernel_directory(os.environ).parent)}"
+    found.setup.backend().compile(lambda which, count: tell(f"compiling kernels, {which} of {count} ({kept})"))
+    tell("measuring layers")
     grid = config.pipeline.grid(environment.world_size)
     tensor = grid.place(environment.rank).tensor
     return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.setup))
+
+
+def _with_tilde(path: Path) -> str:
+    home = os.path.expanduser("~")
+    return str(path).replace(home, "~", 1) if path.is_relative_to(home) else str(path)
 
 
 def measure_costs(

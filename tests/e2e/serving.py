@@ -29,13 +29,22 @@ T = TypeVar("T")
 
 READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 START_WITHIN_S = 90.0
+"""How long a start may say nothing new."""
 END_WITHIN_S = 30.0
 
 
-def wait_until(value_of: Callable[[], T], problem: Callable[[], str] = str, timeout_s: float = 60) -> T:
-    """The first true value. problem: what to say if there is none in time."""
-    until_s = time.monotonic() + timeout_s
+def wait_until(
+    value_of: Callable[[], T],
+    problem: Callable[[], str] = str,
+    timeout_s: float = 60,
+    progress: Callable[[], object] = lambda: None,
+) -> T:
+    """Return the first true value. problem: what to say if there is none in time. progress: a value with which the
+    time begins anew when it changes."""
+    until_s, seen = time.monotonic() + timeout_s, progress()
     while not (value := value_of()):
+        if (now_seen := progress()) != seen:
+            until_s, seen = time.monotonic() + timeout_s, now_seen
         assert time.monotonic() < until_s, problem()
         time.sleep(0.01)
     return value
@@ -200,7 +209,7 @@ def wait_ready(server: Server) -> Server:
         assert server.process.poll() is None, f"the server ended with {server.process.poll()}\n{server.log}"
         return READY.search(server.log)
 
-    ready = wait_until(match, lambda: f"not ready in time\n{server.log}", START_WITHIN_S)
+    ready = wait_until(match, lambda: f"not ready in time\n{server.log}", START_WITHIN_S, lambda: server.log)
     assert ready is not None
     server.grpc, server.metrics, server.http = ready[1], ready[2], ready[4]
     server.processes()

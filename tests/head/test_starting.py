@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import io
-
 import pytest
 
 from ppserve import wire
 from ppserve.errors import StagesLost
-from ppserve.head.starting import TELL_EVERY_S, StartLine, WaitLimit, describe_start, find_missing
-from tests.head.engine.scripted import MembersRig
+from ppserve.head.starting import TELL_EVERY_S, WaitLimit, describe_start, find_missing
+from tests.head.engine.scripted import ARCH, MembersRig
+from tests.hellos import hello
 
 
 def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixture) -> None:
@@ -55,28 +54,30 @@ def test_on_one_host_no_rank_is_said_to_be_missing() -> None:
 
 def test_the_line_of_the_start_says_what_the_ranks_do() -> None:
     pipeline = MembersRig(3)
-    assert describe_start([pipeline.members]).startswith("3 of 3 import, compile (first start")
-    for stage in range(3):
+
+    def said(doing: str = "compiling kernels, 2 of 8", records_graphs: bool = False) -> str:
+        return describe_start([pipeline.members], doing, records_graphs)
+
+    assert said() == "compiling kernels, 2 of 8"
+    pipeline.hello(0)
+    assert said() == "2 of 3 preparing; 1 of 3 loading", "what rank 0 did before says nothing of the others"
+    for stage in (1, 2):
         pipeline.hello(stage)
-    assert describe_start([pipeline.members]) == "3 load weights"
+    assert said() == "loading"
     pipeline.loaded(0)
     pipeline.say(1, wire.Loading(1024, 4096))
-    assert describe_start([pipeline.members]) == "2 load weights, 1 KiB of 4 KiB; 1 join the pipeline"
+    assert said() == "2 of 3 loading 1 KiB of 4 KiB; 1 of 3 joining"
+    assert said(records_graphs=True).endswith("1 of 3 joining"), "there is no GPU"
     pipeline.say(1, wire.Loading(4096, 4096))
     pipeline.loaded(2)
-    assert describe_start([pipeline.members]) == "1 prepare their kernels; 2 join the pipeline"
+    assert said() == "1 of 3 testing kernels; 2 of 3 joining"
+    pipeline.loaded(1)
+    assert said() == "joining"
 
 
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
-
-
-def test_the_line_moves_on_a_terminal_alone() -> None:
-    terminal, file = Terminal(), io.StringIO()
-    for stream in (terminal, file):
-        line = StartLine(stream, now_s=1.0)
-        line.show("2 load weights", now_s=4.0)
-        line.erase()
-    assert terminal.getvalue() == "\r\x1b[Kstarting, 3 s: 2 load weights\r\r\x1b[K"
-    assert file.getvalue() == ""
+def test_ranks_with_a_gpu_record_graphs_when_they_join() -> None:
+    pipeline = MembersRig(1)
+    pipeline.say(0, hello(0, 1, ARCH, device=wire.StageDevice(0)))
+    pipeline.loaded(0)
+    assert describe_start([pipeline.members], "", records_graphs=True) == "joining, recording graphs"
+    assert describe_start([pipeline.members], "", records_graphs=False) == "joining"

@@ -111,7 +111,7 @@ class TwoAgents:
         """Until that many heads in all have said that they serve."""
         wait_until(
             lambda: len(READY.findall(self.everything())) >= times,
-            lambda: f"not ready in time\n{self.logs}", START_WITHIN_S,
+            lambda: f"not ready in time\n{self.logs}", START_WITHIN_S, self.everything,
         )  # fmt: skip
 
     def everything(self) -> str:

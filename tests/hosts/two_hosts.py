@@ -121,8 +121,10 @@ class TwoHosts:
 
     def wait_ready(self, head: Agent, within_s: float = START_WITHIN_S) -> str:
         """The address of gRPC on host 0."""
-        until_s = time.monotonic() + within_s
+        until_s, said = time.monotonic() + within_s, ""
         while (match := READY.search(head.log)) is None:
+            if head.log != said:  # the start goes on
+                until_s, said = time.monotonic() + within_s, head.log
             logs = "\n".join(f"--- {agent.log_path.name}\n{agent.log[-3000:]}" for agent in self.agents)
             assert time.monotonic() < until_s, f"not ready in time\n{logs}"
             assert all(agent.process.poll() is None for agent in self.agents), f"an agent ended\n{logs}"

@@ -16,7 +16,7 @@ from ppserve.core.scheduling.token_filter import packed_mask
 from ppserve.model import sampling
 from ppserve.model.cuda.draws import Draws
 from ppserve.model.sampling import ReadRow, draw_token, token_logprobs, uniform
-from ppserve.model.sampling_kernels import allowed_ids, draw, forbid, is_finite, num_allowed
+from ppserve.model.sampling_kernels import allowed_ids, draw, forbid, is_finite, num_allowed, sort_by_score
 from tests.draws import a_draw
 from tests.model.pipelines import GREEDY, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
@@ -148,6 +148,14 @@ def test_ties_go_to_the_lower_id() -> None:
     assert survivors(logits, SamplingParams(top_p=0.3)) == {17}
     assert survivors(logits, SamplingParams(top_p=0.5)) == {17, 40}
     assert [i for i, _ in token_logprobs(logits, 17, 4).top] == [17, 40, 90, 0]
+
+
+@pytest.mark.parametrize("held", [0, 1, 2, 3, 7, 64, 200])
+def test_ids_are_ranked_as_by_a_stable_sort(held: int) -> None:
+    scores_V = np.random.default_rng(held).integers(-3, 3, 300).astype(np.float32)  # most have equals
+    ids = np.sort(np.random.default_rng(held).choice(300, held, replace=False))
+    ranked = sort_by_score.py_func(scores_V, ids.copy(), held)[:held]
+    assert ranked.tolist() == ids[np.argsort(-scores_V[ids], kind="stable")].tolist()
 
 
 def test_top_p_looks_only_at_what_top_k_leaves() -> None:

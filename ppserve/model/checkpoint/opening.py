@@ -48,6 +48,11 @@ def read_architecture(path: str) -> Architecture:
     return _open_file(place).architecture
 
 
+def is_on_hub(path: str) -> bool:
+    """Return whether `path` means a model of the hub, which is downloaded unless an earlier start has done so."""
+    return hub.is_hub_id(path) and not lexists(os.path.expanduser(path))
+
+
 def find_model(path: str, weights: bool = True) -> Path:
     """Return the directory (with a config.json) or the file that `path` means. A model of the hub is downloaded.
     weights=False: only its configuration and tokenizer are. Raises CheckpointError."""
@@ -58,7 +63,7 @@ def find_model(path: str, weights: bool = True) -> Path:
     place = Path(os.path.expanduser(path))
     if not lexists(place) and path == fetching.NAME:
         return fetching.fetched()
-    if not lexists(place) and hub.is_hub_id(path):
+    if is_on_hub(path):
         return hub.fetch(path, weights=weights)
     if not lexists(place):
         hint = did_you_mean(path, ("tiny", fetching.NAME)) or "; a model on the hub is called org/name"

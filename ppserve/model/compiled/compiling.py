@@ -16,6 +16,7 @@ from pathlib import Path
 from numba.core.caching import FunctionCache
 from numba.core.codegen import JITCodeLibrary
 from numba.core.compiler import Compiler
+from numba.core.registry import cpu_target
 
 log = logging.getLogger("ppserve.stage")
 
@@ -49,6 +50,25 @@ class SharedCache(FunctionCache):
             if found is not None:
                 self._release()
         return found
+
+    def has(self, sig):
+        """Return whether the kernel is on disk. Neither compiles nor waits; a damaged cache has nothing."""
+        target = cpu_target.target_context
+        try:
+            return self._index_key(sig, target.codegen()) in self._cache_file._load_index()
+        except Exception:  # what unpickling raises can be anything
+            return False
+
+    def is_locked(self):
+        """Return whether another process, or another cache of this one, is compiling the function."""
+        try:
+            with open(f"{self._path}.lock", "rb") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # nobody has compiled it yet, or locks do not work
+            return False
+        return False
 
     def _look(self, sig, target_context):
         """Return the cached kernel, or None, and the error that a damaged cache raised, or None."""

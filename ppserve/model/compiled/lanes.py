@@ -18,7 +18,7 @@ import operator
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, models, overload, register_model
+from numba.extending import intrinsic, lower_builtin, models, register_model, type_callable
 
 from ppserve.model.compiled.jit import inlined
 from ppserve.model.compiled.llvm import F32, I32, I64, call, constant, shuffle, vector
@@ -131,22 +131,16 @@ def fma(typing, a, b, c):
     return lanes(lanes, lanes, lanes), generate
 
 
-def _binary(name: str):
-    def implementation(typing, a, b):
-        def generate(context, builder, signature, arguments):
-            return getattr(builder, name)(*arguments)
+def _operator(symbol, name: str) -> None:
+    """Let kernels write this operator between lanes. name: that of the instruction."""
 
-        return lanes(lanes, lanes), generate
+    @type_callable(symbol)
+    def result(context):
+        return lambda a, b: lanes if a is lanes and b is lanes else None
 
-    return intrinsic(implementation)
-
-
-def _overload(symbol, emit) -> None:
-    """Let kernels write this operator between lanes."""
-
-    @overload(symbol)
-    def between(a, b):
-        return (lambda a, b: emit(a, b)) if a is lanes and b is lanes else None
+    @lower_builtin(symbol, LanesType, LanesType)
+    def emit(context, builder, signature, arguments):
+        return getattr(builder, name)(*arguments)
 
 
 for _symbol, _name in (
@@ -155,7 +149,7 @@ for _symbol, _name in (
     (operator.mul, "fmul"),
     (operator.truediv, "fdiv"),
 ):
-    _overload(_symbol, _binary(_name))
+    _operator(_symbol, _name)
 
 
 @intrinsic

@@ -9,12 +9,13 @@ LM head has int8 weights.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
 from ppserve.core.architecture import Architecture, Cut, StageLayout
 from ppserve.errors import ConfigError
+from ppserve.model import sampling_kernels
 from ppserve.model.backend import (
     INT4,
     AttentionWeights,
@@ -35,7 +36,7 @@ from ppserve.model.backend import (
 )
 from ppserve.model.checkpoint import Checkpoint, Matrix
 from ppserve.model.compiled.jit import check_numba
-from ppserve.model.compiled.settings import ForSettings
+from ppserve.model.compiled.together import compile_together
 from ppserve.model.cpu.int8_cache import check_int8_cache
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
@@ -43,7 +44,7 @@ from ppserve.model.cpu.kernels.memory import Arena
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import micro_kernels
 from ppserve.model.cpu.kernels.storage import Storage
-from ppserve.model.cpu.kernels.work import OUTPUT, work
+from ppserve.model.cpu.kernels.work import OUTPUT, make_work
 from ppserve.model.cpu.kv_cache import CpuCache, CpuInputs, block_bytes
 from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
@@ -89,12 +90,16 @@ class CpuBackend:
         # More rows than `rows_at_once` are computed in several blocks: the self-test tries that, too.
         self.more_rows: tuple[int, ...] = (self._product.rows_at_once + 8,)
         self._attention = attention_kernels(_name(precision.kv), variant)[0]
-        products, stored = (self._product, self._head_product), Storage(_name(precision.hidden))
-        kinds = (*products, self._attention, stored, Storage("float32"))
-        self._thread_pool = ThreadPool(num_threads, ForSettings(work, *kinds))
+        stored = Storage(_name(precision.hidden))
+        self._work = make_work(self._product, self._head_product, self._attention, stored)
+        self._thread_pool = ThreadPool(num_threads, self._work)
         self._scratch = ScratchMemory(self._product, num_threads)
         self._head_scratch = ScratchMemory(self._head_product, num_threads)
         self._arena = Arena()
+
+    def compile(self, tell: Callable[[int, int], object]) -> None:
+        # From long to short, so that no process waits long for another at the end.
+        compile_together([*reversed(self._work.kernels), *sampling_kernels.KERNELS], tell)
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None

@@ -8,7 +8,7 @@ request. Sums are float32.
 from __future__ import annotations
 
 import subprocess
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -87,6 +87,9 @@ class CudaBackend(TorchBackend):
         # The rows of a recorded step are read out all at once.
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
+
+    def compile(self, tell: Callable[[int, int], object]) -> None:
+        """Triton compiles its kernels in the self-test, for the shapes that it meets."""
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None

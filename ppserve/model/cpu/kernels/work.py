@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, load_one
 from ppserve.model.compiled.llvm import I64
+from ppserve.model.compiled.settings import ForSettings, call_kernel
 from ppserve.model.cpu.kernels.attention import (
     AttentionScratch,
     CacheShape,
@@ -42,6 +43,7 @@ from ppserve.model.cpu.kernels.attention import (
     rotate_heads,
     write_heads,
 )
+from ppserve.model.cpu.kernels.attention_tile import AttentionKernel
 from ppserve.model.cpu.kernels.job_queue import JOB, await_job, barrier, begin_pieces, next_piece, publish
 from ppserve.model.cpu.kernels.memory import address, aligned
 from ppserve.model.cpu.kernels.products import Scratch, Weights, multiply
@@ -55,7 +57,8 @@ from ppserve.model.cpu.kernels.rows import (
     pack_row,
     read_row,
 )
-from ppserve.model.cpu.kernels.tile_code import PANEL
+from ppserve.model.cpu.kernels.storage import Storage
+from ppserve.model.cpu.kernels.tile_code import PANEL, MicroKernel
 
 HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT, NORM = range(1, 8)
 """Kinds of jobs."""
@@ -135,25 +138,56 @@ def _values(scratch, context):
     return scratch.values + context.thread * scratch.values_stride
 
 
-@inlined
-def _multiply(product, weights, scratch, y, context):
+@kernel
+def multiply_rows(product, weights, step, y, job_queue, thread, num_threads):
     """Compute this thread's part of a product of the packed rows. Each thread computes its own partition in
-    pieces, then pieces that are left of the others'."""
-    barrier(context.job_queue, context.thread, context.count)
-    counts = begin_pieces(context.job_queue, context.thread, context.count)
+    pieces, then pieces that are left of the others'. weights, step: the addresses of `Weights` and `Scratch`."""
+    weights, scratch = _weights_at(weights), _scratch_at(step)
+    barrier(job_queue, thread, num_threads)
+    counts = begin_pieces(job_queue, thread, num_threads)
     panels, panel_bytes = weights.outputs // PANEL, weights.chunks * product.chunk_bytes
     at_once = panels
-    if context.count > 1:
+    if num_threads > 1:
         at_once = _PIECE_BYTES * -(-scratch.num_rows // scratch.tile_rows) // panel_bytes // 2 * 2 + 2
-    for i in range(context.count):
-        other = ThreadContext(context.job_queue, (context.thread + i) % context.count, context.count)
+    for i in range(num_threads):
+        other = ThreadContext(job_queue, (thread + i) % num_threads, num_threads)
         first, end = _partition(other, panels, 4)
         panel = first + at_once * next_piece(counts, other.thread)
         while panel < end:
             last = min(end, panel + at_once)
             multiply(product, weights, scratch, y, panel, last)
             panel = first + at_once * next_piece(counts, other.thread)
-    barrier(context.job_queue, context.thread, context.count)
+    barrier(job_queue, thread, num_threads)
+
+
+@kernel
+def attend_heads(attention, table, step, out, job_queue, thread, num_threads):
+    """Do what HEADS is for, once queries, keys and values are computed: rotate and write this thread's heads, and
+    attend with them. table: the job's."""
+    context, qkv = ThreadContext(job_queue, thread, num_threads), _weights_at(table + _NORM)
+    table += _NORM + _WEIGHTS
+    scratch, slices = _scratch_at(step), _slices_at(step + _SCRATCH)
+    cache = _cache_at(step + _SCRATCH + _SLICES)
+    num_queries = cache.num_heads * cache.queries_per_kv_head
+    first, end = _partition(context, num_queries, 1)
+    first_kv, end_kv = _partition(context, cache.num_heads, 1)
+    first_cell, scale = load_int(table, 0) * cache.layer_cells, load_one(table + 8, 0)
+    rows = scratch.y, 4 * qkv.outputs, out, 4 * num_queries * cache.head_size
+    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale, load_int(table, 3))
+    if load_int(table, 4):
+        rotations = slices.rotations + 4 * load_int(table, 5) * slices.num_rows * cache.head_size
+        rotate_heads(cache, slices, heads, rotations)
+    own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * thread)
+    write_heads(attention, cache, slices, heads)
+    if cache.queries_per_kv_head > 1:  # a thread's heads read what others write
+        barrier(job_queue, thread, num_threads)
+    attend(attention, cache, slices, own, heads)
+
+
+@inlined
+def _multiply(kernel, weights, step, y, context):
+    """Have `multiply_rows` compute a product. kernel: its address."""
+    call_kernel(kernel, (weights, step, y, context.job_queue, context.thread, context.count))
 
 
 @inlined
@@ -201,64 +235,55 @@ def _norm_heads(single, norm, rows, stride, first, end, num_rows, values):
 
 
 @inlined
-def _heads(product, attention, stored, single, table, step, x, out, context):
+def _heads(settings, kernels, table, step, x, out, context):
     """Do HEADS: the attention of this rank's own heads, into `out`, which is float32."""
     norm, qkv, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-    table += _NORM + _WEIGHTS
     cache = _cache_at(step + _SCRATCH + _SLICES)
-    _norm_rows(product, stored, single, norm, qkv, scratch, x, context)
-    _multiply(product, qkv, scratch, scratch.y, context)
-    num_queries, stride = cache.num_heads * cache.queries_per_kv_head, 4 * qkv.outputs
-    first, end = _partition(context, num_queries, 1)
-    first_kv, end_kv = _partition(context, cache.num_heads, 1)
-    first_cell, scale = load_int(table, 0) * cache.layer_cells, load_one(table + 8, 0)
-    rows = scratch.y, stride, out, 4 * num_queries * cache.head_size
-    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale, load_int(table, 3))
-    slices = _slices_at(step + _SCRATCH)
-    if load_int(table, 2):
+    _norm_rows(settings.product, settings.stored, settings.single, norm, qkv, scratch, x, context)
+    _multiply(kernels.multiply, table + _NORM, step, scratch.y, context)
+    layer = table + _NORM + _WEIGHTS
+    if load_int(layer, 2):
+        num_queries, stride = cache.num_heads * cache.queries_per_kv_head, 4 * qkv.outputs
+        first, end = _partition(context, num_queries, 1)
+        first_kv, end_kv = _partition(context, cache.num_heads, 1)
         values, keys = _values(scratch, context), scratch.y + 4 * num_queries * cache.head_size
-        _norm_heads(single, _norm_at(table + 48), scratch.y, stride, first, end, slices.num_rows, values)
-        _norm_heads(single, _norm_at(table + 48 + _NORM), keys, stride, first_kv, end_kv, slices.num_rows, values)
-    if load_int(table, 4):
-        rotations = slices.rotations + 4 * load_int(table, 5) * slices.num_rows * cache.head_size
-        rotate_heads(cache, slices, heads, rotations)
-    own = _attention_scratch_at(step + _SCRATCH + _SLICES + _CACHE + _ATTENTION_SCRATCH * context.thread)
-    write_heads(attention, cache, slices, heads)
-    if cache.queries_per_kv_head > 1:  # a thread's heads read what others write
-        barrier(context.job_queue, context.thread, context.count)
-    attend(attention, cache, slices, own, heads)
+        num_rows, single = _slices_at(step + _SCRATCH).num_rows, settings.single
+        _norm_heads(single, _norm_at(layer + 48), scratch.y, stride, first, end, num_rows, values)
+        _norm_heads(single, _norm_at(layer + 48 + _NORM), keys, stride, first_kv, end_kv, num_rows, values)
+    call_kernel(kernels.attend, (table, step, out, context.job_queue, context.thread, context.count))
 
 
 @inlined
-def _expand(product, stored, single, table, step, x, out, context):
+def _expand(settings, kernels, table, step, x, out, context):
     """Do EXPAND: this rank's own part of the inner rows, into `out`, which is float32."""
     norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
+    _norm_rows(settings.product, settings.stored, settings.single, norm, weights, scratch, x, context)
+    _multiply(kernels.multiply, table + _NORM, step, scratch.y, context)
     table += _NORM + _WEIGHTS
     activation, table = _activation_at(table), table + _ACTIVATION
     own, is_gated = load_int(table, 0), load_int(table, 1)
-    _norm_rows(product, stored, single, norm, weights, scratch, x, context)
-    _multiply(product, weights, scratch, scratch.y, context)
     first, end = _partition(context, scratch.num_rows, 1)
     for row in range(first, end):
         values, to = scratch.y + 4 * row * weights.outputs, out + 4 * row * own
         if is_gated:
-            read_row(single, values + 4 * own, own, to, 0)
+            read_row(settings.single, values + 4 * own, own, to, 0)
             activate(activation, values, -(-own // PANEL) * PANEL)
             multiply_row(to, values, own)
         else:
             activate(activation, values, weights.outputs)
-            read_row(single, values, own, to, 0)
+            read_row(settings.single, values, own, to, 0)
 
 
 @inlined
-def _project(product, stored, single, table, step, x, inner, out, context):
+def _project(settings, kernels, table, step, x, inner, out, context):
     """Do PROJECT: out = x + inner Wᵀ + b for this rank's own columns. inner: float32 rows, gathered from all
     ranks."""
-    weights, scratch = _weights_at(table), _scratch_at(step)
-    table += _WEIGHTS
-    depth, width, column, own = load_int(table, 0), load_int(table, 1), load_int(table, 2), load_int(table, 3)
-    _pack_rows(product, single, weights, scratch, inner, depth, context)
-    _multiply(product, weights, scratch, scratch.y, context)
+    weights, scratch, stored = _weights_at(table), _scratch_at(step), settings.stored
+    numbers = table + _WEIGHTS
+    depth, width = load_int(numbers, 0), load_int(numbers, 1)
+    column, own = load_int(numbers, 2), load_int(numbers, 3)
+    _pack_rows(settings.product, settings.single, weights, scratch, inner, depth, context)
+    _multiply(kernels.multiply, table, step, scratch.y, context)
     first, end = _partition(context, scratch.num_rows, 1)
     size = stored.element_bytes
     for row in range(first, end):
@@ -282,45 +307,65 @@ def _norm_alone(stored, single, table, step, x, out, context):
 
 
 @inlined
-def _linear(product, single, table, step, x, out, context):
+def _linear(product, single, kernel, table, step, x, out, context):
     """Do LINEAR or OUTPUT: out = x Wᵀ + b. x: float32 rows."""
-    weights, scratch = _weights_at(table), _scratch_at(step)
-    _pack_rows(product, single, weights, scratch, x, load_int(table + _WEIGHTS, 0), context)
-    _multiply(product, weights, scratch, out, context)
+    depth = load_int(table + _WEIGHTS, 0)
+    _pack_rows(product, single, _weights_at(table), _scratch_at(step), x, depth, context)
+    _multiply(kernel, table, step, out, context)
 
 
 @inlined
-def _do(product, head, attention, stored, single, job, table, step, x, inner, out, context):
+def _do(settings, kernels, job, table, step, x, inner, out, context):
     """Do one job of a list."""
     if job == HEADS:
-        _heads(product, attention, stored, single, table, step, x, inner, context)
+        _heads(settings, kernels, table, step, x, inner, context)
     elif job == EXPAND:
-        _expand(product, stored, single, table, step, x, inner, context)
+        _expand(settings, kernels, table, step, x, inner, context)
     elif job == PROJECT:
-        _project(product, stored, single, table, step, x, inner, out, context)
+        _project(settings, kernels, table, step, x, inner, out, context)
     elif job == READ:
         norm, weights, scratch = _norm_at(table), _weights_at(table + _NORM), _scratch_at(step)
-        _norm_and_pack_rows(head, stored, norm, weights, scratch, x, context)
-        _multiply(head, weights, scratch, out, context)
+        _norm_and_pack_rows(settings.head, settings.stored, norm, weights, scratch, x, context)
+        _multiply(kernels.multiply_head, table + _NORM, step, out, context)
     elif job == LINEAR:
-        _linear(product, single, table, step, x, out, context)
+        _linear(settings.product, settings.single, kernels.multiply, table, step, x, out, context)
     elif job == OUTPUT:
-        _linear(head, single, table, step, x, out, context)
+        _linear(settings.head, settings.single, kernels.multiply_head, table, step, x, out, context)
     else:
-        _norm_alone(stored, single, table, step, x, out, context)
+        _norm_alone(settings.stored, settings.single, table, step, x, out, context)
+
+
+class _Kinds(NamedTuple):
+    """What `work` is compiled for. product, head: as in `multiply_rows`; head: that of the LM head. stored: how
+    hidden states are kept. single: the same for float32."""
+
+    product: MicroKernel
+    head: MicroKernel
+    stored: Storage
+    single: Storage
+
+
+class _Kernels(NamedTuple):
+    """The addresses of the kernels that `work` calls."""
+
+    multiply: int
+    multiply_head: int
+    attend: int
 
 
 @kernel
 def work(
-    product, head, attention, stored, single, job_queue, thread, num_threads, jobs, num_jobs, step, x, inner, out
-) -> None:
-    """Run one thread of a `ThreadPool`. It does the jobs of a list one after the other.
+    product, head, stored, single, multiply, multiply_head, attend, job_queue, thread, num_threads, jobs, num_jobs,
+    step, x, inner, out,
+):  # fmt: skip
+    """What a thread of a `ThreadPool` runs. The first arguments are those of `_Kinds` and `_Kernels`.
 
-    product, head: the micro-kernels of the layers and of the LM head. stored: how hidden states are stored.
-    single: the storage of float32. jobs: the address of a list of num_jobs pairs (kind of job, address of its
-    table). step: the address of the step's table. x, out: the addresses of the rows that are read and written.
-    inner: the address of the rows between two jobs; 0: they are in scratch memory.
+    The numbers of a job are addresses, and one count: a list of pairs (kind of job, its table), how many pairs,
+    the step's table, the rows that come in, the rows between two jobs (0: in scratch), the rows that go out. The
+    jobs are done one after the other.
     """
+    settings = _Kinds(product, head, stored, single)
+    kernels = _Kernels(multiply, multiply_head, attend)
     context, done, job = ThreadContext(job_queue, thread, num_threads), 0, job_queue + 8 * JOB
     if thread == 0:
         publish(job_queue, (jobs, num_jobs, step, x, inner, out))
@@ -336,10 +381,19 @@ def work(
             inner = _scratch_at(step).inner
         for number in range(num_jobs):
             kind, table = load_int(jobs, 2 * number), load_int(jobs, 2 * number + 1)
-            _do(product, head, attention, stored, single, kind, table, step, x, inner, out, context)
+            _do(settings, kernels, kind, table, step, x, inner, out, context)
             if kind != EXPAND or number + 1 == num_jobs:  # PROJECT packs the rows that the same thread activated
                 barrier(job_queue, thread, num_threads)
             if kind == PROJECT:
                 x = out
         if thread == 0:
             return
+
+
+def make_work(product: MicroKernel, head: MicroKernel, attention: AttentionKernel, stored: Storage) -> ForSettings:
+    """Return `work` for these settings, with the kernels that it calls."""
+    of_product = ForSettings(multiply_rows, product)
+    of_head = of_product if head == product else ForSettings(multiply_rows, head)
+    attend_with = ForSettings(attend_heads, attention)
+    settings = product, head, stored, Storage("float32")
+    return ForSettings(work, *settings, calls=(of_product, of_head, attend_with))

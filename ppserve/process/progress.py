@@ -1,0 +1,48 @@
+"""A line that says how something goes on. It moves on a terminal; elsewhere it is written from time to time."""
+
+from __future__ import annotations
+
+import shutil
+from typing import TextIO
+
+_SILENT_S = 2.0
+"""What takes no longer is not said where lines stay."""
+_SOON_S, _EVERY_S, _LATER_EVERY_S = 30.0, 2.0, 10.0
+"""Lines that stay are at least `_EVERY_S` apart, and `_LATER_EVERY_S` once `_SOON_S` have passed."""
+
+
+class ProgressLine:
+    """A line such as `starting, 3 s: loading 1 GiB of 4 GiB`. Times are seconds on one clock.
+
+    On a terminal it is written over; so is it by a line of the log (`ERASE_LINE` of `ppserve.process.log`).
+    Elsewhere a line is written from time to time, if it says something new.
+    """
+
+    def __init__(self, stream: TextIO, what: str, now_s: float) -> None:
+        """what: what goes on, as the beginning of the line says it."""
+        self._stream, self._what, self._since_s = stream, what, now_s
+        self._is_terminal = stream.isatty()
+        self._said, self._said_s = "", now_s
+
+    def show(self, text: str, now_s: float) -> None:
+        """Say how it goes on. Called often, with the same text or another."""
+        elapsed_s = now_s - self._since_s
+        line = f"{self._what}, {elapsed_s:.0f} s: {text}"
+        if self._is_terminal:
+            self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
+        elif text != self._said and elapsed_s >= _SILENT_S and self._is_time(now_s):
+            self._said, self._said_s = text, now_s
+            self._write(f"{line}\n")
+
+    def erase(self) -> None:
+        """Remove the line, where it can be removed."""
+        if self._is_terminal:
+            self._write("\r\x1b[K")
+
+    def _is_time(self, now_s: float) -> bool:
+        every_s = _EVERY_S if now_s - self._since_s < _SOON_S else _LATER_EVERY_S
+        return now_s - self._said_s >= every_s
+
+    def _write(self, text: str) -> None:
+        self._stream.write(text)
+        self._stream.flush()

@@ -86,13 +86,7 @@ class ProcessConnector:
         _name_interface(form.address)
         kind = kind_of(form.transport)
         kind.prepare()
-        dist.init_process_group(
-            kind.group_backend,
-            store=store,
-            rank=layout.place,
-            world_size=layout.num_places,
-            timeout=_FORM_TIMEOUT,
-        )
+        start_world(kind.group_backend, store, layout.place, layout.num_places, _FORM_TIMEOUT)
         parallel_state.initialize_model_parallel(layout.num_tensor, layout.num_stages)
 
     def leave_epoch(self) -> None:
@@ -153,6 +147,22 @@ def wait_for_ranks(store: dist.Store, place: int, num_places: int, is_over: Call
             time.sleep(_POLL_S)
     except (dist.DistError, RuntimeError) as error:
         raise TransportError(f"the epoch's store is gone: {error}") from error
+
+
+def start_world(backend: str, store: dist.Store, place: int, num_places: int, timeout: timedelta) -> None:
+    """Call `init_process_group`. Raises RuntimeError if a rank is gone; then the process may try again in another
+    store.
+
+    torch names a group by a number that each process counts for itself, also where the group could not be made,
+    and begins anew when a world ends. Without that a survivor and a new process would wait for each other under
+    different names, in every epoch.
+    """
+    try:
+        dist.init_process_group(backend, store=store, rank=place, world_size=num_places, timeout=timeout)
+    except RuntimeError:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.destroy_process_group()
+        raise
 
 
 def _name_interface(address: str) -> None:

@@ -27,6 +27,7 @@ from ppserve.stage.connecting import (
     ProcessConnector,
     join_epoch_store,
     open_epoch_store,
+    start_world,
     wait_for_ranks,
 )
 from ppserve.stage.device import DeviceSetup
@@ -36,7 +37,9 @@ from ppserve.stage.transport import KINDS, Frames, create_transport
 from ppserve.stage.transport.gather import GroupGather
 from ppserve.stage.transport.point_to_point import GroupBackend, PointToPoint
 from tests.model.random_checkpoint import RandomCheckpoint, architecture
+from tests.ports import port_to_come_back_to
 from tests.stage.one_stage import CPU, WITHIN_S, ByHand, OneStage, Poisoned, plan, start
+from tests.worlds import World
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -239,3 +242,22 @@ def test_a_store_whose_stage_is_gone_is_not_waited_for() -> None:
         port = gone.getsockname()[1]
     with pytest.raises(TransportError, match="cannot reach the epoch's store"):
         join_epoch_store("127.0.0.1", port, timedelta(hours=1))
+
+
+def start_worlds(rank: int, port: int) -> None:
+    """Rank 1 tries alone, and fails; then both form a world."""
+    if rank == 1:
+        with pytest.raises(RuntimeError, match="timeout"):
+            start_world("gloo", dist.HashStore(), 0, 2, timedelta(seconds=0.5))
+        store: dist.Store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=TIMEOUT)
+    else:
+        store, _ = open_epoch_store("127.0.0.1", TIMEOUT, (port, port))
+    wait_for_ranks(store, rank, 2, lambda: False)
+    start_world("gloo", store, rank, 2, timedelta(seconds=5))
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_a_rank_whose_world_was_lost_while_it_formed_forms_the_next_one_with_a_new_process() -> None:
+    with World(2) as world:
+        world.run(start_worlds, port_to_come_back_to())

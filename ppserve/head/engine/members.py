@@ -57,11 +57,9 @@ class Members(Ranks):
         self._reshape: Reshape | None = None  # the one to the present shape, until an epoch of that has formed
         self._shape_began_ns = 0
         self._forming = self._worked = False  # worked: this epoch has computed a step
-        self._fruitless = 0  # how many epochs formed and ended by an error since the last step
-        self._attempts = 0  # so many, or as many as the latest epochs in a row that did not form
         self._draining = False
-        self._heard_ns = dict.fromkeys(self.ranks, 0)
-        self._pinged_ns = self._ticked_ns = self._settled_ns = 0
+        self._silence = patience.Silence(self.ranks)
+        self._attempts = patience.Attempts()
         self._machine = machine
         self._decide = decide
 
@@ -106,7 +104,7 @@ class Members(Ranks):
         """End the present epoch, and have ranks load what they have in this shape."""
         self.decision, self.num_blocks = shape.decision, shape.num_blocks
         self._shape_began_ns = now_ns
-        self._fruitless = self._attempts = 0
+        self._attempts.start_anew()
         was_formed = self._end_epoch(now_ns, is_patient=True)
         for member in self.all:
             self._assign_if_outdated(member, now_ns)
@@ -135,7 +133,7 @@ class Members(Ranks):
 
     def handle_message(self, rank: int, now_ns: int, message: wire.FromStage) -> MemberEvent | None:
         """Handle a rank's message. One that asks for an invalid change of state ends the connection."""
-        self._heard_ns[rank] = now_ns
+        self._silence.end(rank, now_ns)
         try:
             return self._handle(self[rank], now_ns, message)
         except WireError as error:
@@ -185,11 +183,7 @@ class Members(Ranks):
 
     def tick(self, now_ns: int) -> EpochLost | None:
         """Ping all ranks every 0.5 s, and cut off those that have been silent for too long."""
-        if self.head_paused(now_ns):
-            self._heard_ns = dict.fromkeys(self.ranks, now_ns)
-        self._ticked_ns = now_ns
-        if now_ns - self._pinged_ns >= patience.PING_EVERY_NS:
-            self._pinged_ns = now_ns
+        if self._silence.tick(now_ns):
             self._control.send(self.ranks, wire.Ping(now_ns))
         lost = None
         for member in self.all:
@@ -197,7 +191,7 @@ class Members(Ranks):
                 self._check_absence(member, now_ns)
             elif cause := self._overdue(member, now_ns):
                 self._control.drop(member.rank, cause)
-            elif member.state is StageState.READY and now_ns - self._heard_ns[member.rank] > patience.SILENT_NS:
+            elif member.state is StageState.READY and self._silence.of(member.rank, now_ns) > patience.SILENT_NS:
                 lost = self._lose_epoch(f"{self.grid.name(member.rank)}: silent", None, now_ns) or lost
         self._form_if_complete(now_ns)
         return lost
@@ -218,7 +212,7 @@ class Members(Ranks):
     def _overdue(self, member: Member, now_ns: int) -> LossCause | None:
         """Return why a connected rank must be cut off; None if it need not be."""
         limit_ns = patience.CUT_OFF_NS if member.state in _QUICK else patience.SILENT_BEFORE_NS
-        if now_ns - self._heard_ns[member.rank] > limit_ns:
+        if self._silence.of(member.rank, now_ns) > limit_ns:
             return LossCause.FROZEN
         if member.due_ns is not None and now_ns > member.due_ns:
             return LossCause.LATE if member.state is StageState.FORMING else LossCause.STUCK
@@ -226,12 +220,12 @@ class Members(Ranks):
 
     def head_paused(self, now_ns: int) -> bool:
         """Return whether the head itself did not run, so that silence says nothing about ranks."""
-        return now_ns - self._ticked_ns > patience.PAUSE_NS
+        return self._silence.head_paused(now_ns)
 
     def is_healthy(self, now_ns: int) -> bool:
         """Return whether every rank serves and was heard lately. If the engine hangs, it has heard none."""
-        oldest_ns = min(self._heard_ns[rank] for rank in self.ranks_in_use)
-        return self.formed and now_ns - oldest_ns < patience.HEALTHY_WITHIN_NS
+        longest_ns = max(self._silence.of(rank, now_ns) for rank in self.ranks_in_use)
+        return self.formed and longest_ns < patience.HEALTHY_WITHIN_NS
 
     # ---- changes of state ----
 
@@ -313,7 +307,7 @@ class Members(Ranks):
         is_complete = all(
             member.state is StageState.LOADED and member.layout == self._layout(member) for member in self.in_use
         )
-        if now_ns < self._settled_ns or decision is None or not is_complete:
+        if not self._attempts.may_begin(now_ns) or decision is None or not is_complete:
             return
         if self.num_blocks is None:
             # The number is fixed while the shape stays: block tables must fit a stage that was replaced.
@@ -362,21 +356,17 @@ class Members(Ranks):
 
     def _lose_epoch(self, cause: str, rank: int | None, now_ns: int, is_error: bool = False) -> EpochLost | None:
         """End the epoch, if there is one, and decide when the next one may form. rank: as in `EpochLost`.
-        is_error: whether a rank reported an error or never finished a step; deaths are counted by keepers. Raises
-        StagesLost after too many attempts."""
-        was_forming = self._forming
+        is_error: as in `Attempts.fail`. Raises StagesLost after too many attempts."""
+        was_forming, attempts = self._forming, self._attempts
         if not (self.formed or was_forming):
             return None
         was_formed = self._end_epoch(now_ns)
-        is_fruitless = was_formed and is_error and not self._worked
-        self._fruitless = 0 if self._worked else self._fruitless + (1 if is_fruitless else 0)
-        self._attempts = self._attempts + 1 if was_forming else self._fruitless
-        self._settled_ns = now_ns + min(patience.SETTLE_NS << self._attempts, patience.SETTLE_AT_MOST_NS)
+        has_failed = attempts.fail(now_ns, was_forming=was_forming, is_error=is_error, worked=self._worked)
         log.warning("epoch %d %s: %s", self.epoch, "was lost" if was_formed else "did not form", cause)
-        if self._attempts == patience.MAX_ATTEMPTS:
+        if attempts.are_over:
             problem = f"the pipeline did not compute a step in {patience.MAX_ATTEMPTS} attempts"
             raise StagesLost(f"{problem}; the last one: {cause}")
-        if (was_forming or is_fruitless) and self._attempts % patience.RESTART_EVERY == 0:
+        if has_failed and attempts.need_new_processes:
             self.restart()
         return EpochLost(rank) if was_formed else None
 

@@ -81,7 +81,7 @@ class HeadProcess:
     def __init__(self, config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> None:
         self._config = config
         self._world_size = environment.world_size
-        self._is_one_host = environment.local_world_size == environment.world_size
+        self._num_here = environment.local_world_size
         self._endpoint = find_head_endpoint(config, environment)
         listener, secret = open_head_socket(self._endpoint)
         tls = stage_context(self._endpoint.tls, serves=True) if self._endpoint.tls else None
@@ -140,17 +140,18 @@ class HeadProcess:
 
     async def _await_pipeline(self) -> None:
         limit = WaitLimit(self._config.server.start_timeout_s, time.monotonic())
-        line = ProgressLine(sys.stderr, "starting", time.monotonic())
+        say = log.info if self._config.server.log_format == "json" else None
+        line = ProgressLine(sys.stderr, "starting", time.monotonic(), say)
         while not await _any_done(_WATCH_EVERY_S, self._stop, self._formed, self._failed):
-            if self._config.server.log_format == "text":
-                line.show(self._describe_start(), time.monotonic())
-            seen, missing = find_missing(self._members, self._is_one_host)
+            line.show(self._describe_start(), time.monotonic())
+            seen, missing = find_missing(self._members, self._num_here)
             if reason := limit.check((seen, self._keeper.doing), missing, time.monotonic()):
                 self._engine.give_up(reason)
         line.erase()
 
     def _describe_start(self) -> str:
-        return describe_start(self._members, self._keeper.doing, self._config.device.cuda_graphs)
+        graphs = self._config.device.cuda_graphs
+        return describe_start(self._members, self._keeper.doing, self._num_here, graphs)
 
     async def _serve(self, metrics_port: int) -> None:
         """Serve until a signal, and then until running streams have ended; or until the pipeline is lost."""

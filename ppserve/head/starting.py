@@ -21,24 +21,24 @@ _WHAT = {
     StageState.LOADING: "loads its weights",
     StageState.FORMING: "connects to its neighbours (--interface, --advertise)",
 }
-
-
 _COMES_HERE = "imports its libraries and, at the first start, compiles kernels (kept in ~/.cache/ppserve)"
 """What a rank does on the head's own host before it comes: this server has started it."""
 
 
-def describe_start(replicas: Sequence[Members], doing: str, records_graphs: bool = False) -> str:
+def describe_start(replicas: Sequence[Members], doing: str, num_here: int, records_graphs: bool = False) -> str:
     """Say how many ranks are at which step of the start, in the order of the steps.
 
-    doing: what the stage of rank 0 does before it connects to the head, in words. The other ranks of its host do
-    about the same. records_graphs: whether ranks with a GPU do so when they join.
+    doing: what the stage of rank 0 does before it connects to the head, in words. num_here: how many ranks, from
+    rank 0 on, this host has started; they do about the same. records_graphs: whether ranks with a GPU do so when
+    they join.
     """
     members = [member for replica in replicas for member in replica.all]
     of = {state: [member for member in members if member.state is state] for state in StageState}
     parts = []
-    if absent := of[StageState.ABSENT]:
-        is_known = any(member.rank == 0 for member in absent)
-        parts.append((len(absent), doing if is_known else "preparing"))
+    if here := [member for member in of[StageState.ABSENT] if member.rank < num_here]:
+        parts.append((len(here), doing if here[0].rank == 0 else "preparing"))
+    if away := [member for member in of[StageState.ABSENT] if member.rank >= num_here]:
+        parts.append((len(away), "not here yet"))
     if loading := of[StageState.LOADING]:
         done, total = (sum(member.progress[part] for member in loading) for part in (0, 1))
         read = f" {size(done)} of {size(total)}" if total > done else ""
@@ -52,7 +52,7 @@ def describe_start(replicas: Sequence[Members], doing: str, records_graphs: bool
 
 
 class WaitLimit:
-    """Limits how long nothing may happen at the start, and tells the log what is missing."""
+    """Limits how long nothing may happen at the start, and tells the log what is missing meanwhile."""
 
     def __init__(self, limit_s: float, now_s: float) -> None:
         self._limit_s = limit_s
@@ -68,27 +68,29 @@ class WaitLimit:
         if waited_s >= self._limit_s:
             since = f"nothing has happened for {waited_s:.0f} s (--start-timeout)"
             return StagesLost(f"{since}; waiting for {missing}")
-        if now_s - self._told_s >= TELL_EVERY_S:
+        if now_s - max(self._told_s, self._since_s) >= TELL_EVERY_S:
             self._told_s = now_s
             log.warning("waiting for %s", missing)
         return None
 
 
-def find_missing(replicas: Sequence[Members], is_one_host: bool = False) -> tuple[object, str]:
+def find_missing(replicas: Sequence[Members], num_here: int) -> tuple[object, str]:
     """Return what the ranks have done so far, to be compared, and in words what is missing.
 
-    is_one_host: this host has all ranks, so those that have not come are at work here.
+    num_here: how many ranks, from rank 0 on, this host has started. Those that have not come are at work here.
     """
-    what = {**_WHAT, StageState.ABSENT: _COMES_HERE} if is_one_host else _WHAT
     members = [(replica.grid.name(member.rank), member) for replica in replicas for member in replica.all]
     missing = "; ".join(
-        f"{name} (rank {member.rank}), which {what[member.state]}{_amount(member)}"
+        f"{name} (rank {member.rank}), which {_what(member, num_here)}"
         for name, member in members
         if member.state in _WHAT
     )
     return [(member.state, member.progress) for _, member in members], missing or "the epoch to form"
 
 
-def _amount(member: Member) -> str:
+def _what(member: Member, num_here: int) -> str:
+    if member.state is StageState.ABSENT and member.rank < num_here:
+        return _COMES_HERE
     done, total = member.progress
-    return f", {size(done)} of {size(total)}" if member.state is StageState.LOADING and total else ""
+    is_counted = member.state is StageState.LOADING and total
+    return _WHAT[member.state] + (f", {size(done)} of {size(total)}" if is_counted else "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import TextIO
 
 _SILENT_S = 2.0
@@ -18,10 +19,13 @@ class ProgressLine:
     Elsewhere a line is written from time to time, if it says something new.
     """
 
-    def __init__(self, stream: TextIO, what: str, now_s: float) -> None:
-        """what: what goes on, as the beginning of the line says it."""
+    def __init__(
+        self, stream: TextIO, what: str, now_s: float, say: Callable[[str], object] | None = None
+    ) -> None:
+        """what: what goes on, as the beginning of the line says it. say: takes lines in place of the stream."""
         self._stream, self._what, self._since_s = stream, what, now_s
-        self._is_terminal = stream.isatty()
+        self._is_terminal = say is None and stream.isatty()
+        self._say = say or (lambda line: self._write(f"{line}\n"))
         self._said, self._said_s = "", now_s
 
     def show(self, text: str, now_s: float) -> None:
@@ -32,7 +36,7 @@ class ProgressLine:
             self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
         elif text != self._said and elapsed_s >= _SILENT_S and self._is_time(now_s):
             self._said, self._said_s = text, now_s
-            self._write(f"{line}\n")
+            self._say(line)
 
     def erase(self) -> None:
         """Remove the line, where it can be removed."""

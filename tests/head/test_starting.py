@@ -16,7 +16,7 @@ def test_who_is_missing_is_told_every_half_minute(caplog: pytest.LogCaptureFixtu
     limit = WaitLimit(1000.0, now_s=0.0)
     pipeline.hello(0)
     for second in range(int(3 * TELL_EVERY_S)):
-        assert limit.check(*find_missing([pipeline.members]), float(second)) is None
+        assert limit.check(*find_missing([pipeline.members], num_here=1), float(second)) is None
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "stage 1 (rank 1), which has not come" in told[0]
@@ -28,7 +28,7 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
     limit = WaitLimit(60.0, now_s=0.0)
 
     def check(now_s: float) -> StagesLost | None:
-        return limit.check(*find_missing([pipeline.members]), now_s)
+        return limit.check(*find_missing([pipeline.members], num_here=1), now_s)
 
     assert check(50.0) is None
     for stage in range(2):
@@ -45,8 +45,29 @@ def test_a_start_without_progress_ends_with_the_reason_and_one_with_progress_doe
     assert "stage 0" not in str(end)
 
 
+def test_while_something_happens_nobody_is_said_to_be_missing(caplog: pytest.LogCaptureFixture) -> None:
+    limit = WaitLimit(1000.0, now_s=0.0)
+    _, missing = find_missing([MembersRig(2).members], num_here=2)
+    for second in range(300):
+        limit.check(f"compiling kernels, {second // 20} of 15", missing, float(second))
+    assert not caplog.records
+
+
+def test_on_several_hosts_the_line_says_who_is_not_here_yet() -> None:
+    pipeline = MembersRig(3)
+    assert describe_start([pipeline.members], "importing", 1) == "1 of 3 importing; 2 of 3 not here yet"
+    _, missing = find_missing([pipeline.members], num_here=1)
+    here, second, third = missing.split("; ")
+    assert "stage 0 (rank 0), which imports" in here
+    assert "MASTER_ADDR" not in here
+    assert all("has not come: is it started, with the same MASTER_ADDR" in away for away in (second, third))
+    for stage in range(2):
+        pipeline.hello(stage)
+    assert describe_start([pipeline.members], "importing", 1) == "1 of 3 not here yet; 2 of 3 loading"
+
+
 def test_on_one_host_no_rank_is_said_to_be_missing() -> None:
-    _, missing = find_missing([MembersRig(2).members], is_one_host=True)
+    _, missing = find_missing([MembersRig(2).members], num_here=2)
     assert "stage 1 (rank 1), which imports its libraries" in missing
     assert "MASTER_ADDR" not in missing
     assert "has not come" not in missing
@@ -56,7 +77,7 @@ def test_the_line_of_the_start_says_what_the_ranks_do() -> None:
     pipeline = MembersRig(3)
 
     def said(doing: str = "compiling kernels, 2 of 8", records_graphs: bool = False) -> str:
-        return describe_start([pipeline.members], doing, records_graphs)
+        return describe_start([pipeline.members], doing, 3, records_graphs)
 
     assert said() == "compiling kernels, 2 of 8"
     pipeline.hello(0)
@@ -79,5 +100,5 @@ def test_ranks_with_a_gpu_record_graphs_when_they_join() -> None:
     pipeline = MembersRig(1)
     pipeline.say(0, hello(0, 1, ARCH, device=wire.StageDevice(0)))
     pipeline.loaded(0)
-    assert describe_start([pipeline.members], "", records_graphs=True) == "joining, recording graphs"
-    assert describe_start([pipeline.members], "", records_graphs=False) == "joining"
+    assert describe_start([pipeline.members], "", 1, records_graphs=True) == "joining, recording graphs"
+    assert describe_start([pipeline.members], "", 1, records_graphs=False) == "joining"

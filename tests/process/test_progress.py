@@ -39,3 +39,12 @@ def test_elsewhere_a_count_that_grows_fills_no_log() -> None:
     told = lines({float(second): f"loading {second} GB of 600 GB" for second in range(600)})
     seconds = [*range(2, 30, 2), *range(38, 600, 10)]
     assert told == [f"starting, {second} s: loading {second} GB of 600 GB" for second in seconds]
+
+
+def test_lines_may_go_to_the_log_and_then_none_moves() -> None:
+    said: list[str] = []
+    line = ProgressLine(terminal := Terminal(), "starting", now_s=0.0, say=said.append)
+    line.show("importing", now_s=3.0)
+    line.erase()
+    assert said == ["starting, 3 s: importing"]
+    assert terminal.getvalue() == ""

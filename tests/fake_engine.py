@@ -153,7 +153,7 @@ class FakeEngine:
 
     by_hand: submitted requests wait for the test. refusal: raised by submit. break_after: streams end with this
     error after so many tokens of their own, this many times. halt_after: streams stand still there. said: what
-    every answer says, in ASCII.
+    every answer says, in ASCII. snapshots_to_restart: a restart ends when its state was read so often.
     """
 
     description: ModelDescription = CARD
@@ -164,6 +164,8 @@ class FakeEngine:
     num_breaks: int = 0
     halt_after: int | None = None
     said: bytes | None = None
+    snapshots_to_restart: int = 0
+    num_snapshots: int = 0
     requests: list[Request] = field(default_factory=list)
     filters: list[TokenFilter | None] = field(default_factory=list)
     refused: list[RequestError] = field(default_factory=list)
@@ -207,9 +209,10 @@ class FakeEngine:
         return answered(begin)
 
     def serves_after(self, replica: int, epoch: int) -> Future[bool]:
-        return answered(lambda: True)
+        return answered(lambda: self.num_snapshots >= self.snapshots_to_restart)
 
     def snapshot(self) -> tuple[ReplicaReading, ...]:
+        self.num_snapshots += 1
         return (READING,)
 
     async def until(self, condition: Callable[[FakeEngine], bool], timeout_s: float = 10) -> None:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import dataclasses
 import json
 import os
 import ssl
 import sys
+import time
+from collections import Counter
+from collections.abc import Callable
 from itertools import starmap
 from pathlib import Path
 from typing import Any, cast
@@ -28,13 +32,16 @@ from ppserve.client import (
     Tls,
     completion_of,
 )
+from ppserve.core.figures import counted
 from ppserve.errors import ConfigError, PpserveError
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.auth import read_keys
 from ppserve.head.limits import MAX_COUNT
 from ppserve.head.options import RANGES
+from ppserve.process.progress import ProgressLine
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
+_TELL_EVERY_S = 0.5
 _COUNT = Whole(0, MAX_COUNT)
 _RANGES: dict[str, Any] = dict(RANGES)
 
@@ -243,15 +250,38 @@ def health(service: str | None, timeout_s: float, **flags: Any) -> None:
 )
 def restart(replica: int, pause: bool, **flags: Any) -> None:
     """Restart a replica's stage processes. Its streams continue at another replica at once."""
-    # No retries: where no server answers, nothing can be restarted.
-    with Client(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
-        try:
-            client.restart(replica, pause)
-        except CallFailed as failure:
-            if "pauses" not in (violation.field for violation in failure.violations):
-                raise
-            raise PpserveError(f"--pause is needed: {failure.violations[0].problem}") from None
+    line = ProgressLine(sys.stderr, f"restarting replica {replica}", time.monotonic())
+
+    async def run() -> None:
+        # No retries: where no server answers, nothing can be restarted.
+        async with AsyncClient(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
+            await restart_and_tell(client, replica, pause, lambda text: line.show(text, time.monotonic()))
+
+    try:
+        asyncio.run(run())
+    except CallFailed as failure:
+        if "pauses" not in (violation.field for violation in failure.violations):
+            raise
+        raise PpserveError(f"--pause is needed: {failure.violations[0].problem}") from None
+    finally:
+        line.erase()
     say(f"replica {replica} serves again")
+
+
+async def restart_and_tell(client: AsyncClient, replica: int, pause: bool, tell: Callable[[str], object]) -> None:
+    """Restart a replica. tell: called with how many of its stages are how far, until it serves again. Raises
+    CallFailed."""
+    restarting = asyncio.create_task(client.restart(replica, pause))
+    try:
+        while not (await asyncio.wait([restarting], timeout=_TELL_EVERY_S))[0]:
+            with contextlib.suppress(CallFailed):
+                states = [each.state for each in (await client.topology()).stages if each.replica == replica]
+                counts = Counter(states).items()
+                total = counted(len(states), "stage")
+                tell(", ".join(f"{count} of {total} {state}" for state, count in counts))
+        await restarting
+    finally:
+        restarting.cancel()
 
 
 async def _answer(prompt: str, options: Options, flags: dict[str, Any], as_json: bool, stream: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shutil
 import signal
@@ -10,7 +11,10 @@ import subprocess
 import sys
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
+
+from ppserve.process.lifetime import die_with_parent
 
 READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
 SERVED = re.compile(r"^ppserve [\d.]+: (.*)$", re.MULTILINE)
@@ -55,8 +59,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "server.log")
         with log.open("wb") as output:
-            # A session of its own: Ctrl-C is for the conversation.
-            server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+            # A session of its own: Ctrl-C is for the conversation. If this program is killed, the server ends too.
+            server = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+                preexec_fn=partial(die_with_parent, os.getpid(), by=signal.SIGTERM),
+            )
         try:
             print(f"starting {known.stages} stages of {known.model}", file=sys.stderr)
             said = ""

@@ -24,11 +24,11 @@ ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, *HEAD_SIGNALS)
 _PR_SET_PDEATHSIG = 1  # Linux's number
 
 
-def die_with_parent(parent_pid: int | None = None) -> None:
-    """Let the kernel end this process when the thread that started it ends. It ends at once if the process
-    `parent_pid` has ended. The first works only on Linux."""
+def die_with_parent(parent_pid: int | None = None, by: signal.Signals = signal.SIGKILL) -> None:
+    """Let the kernel send this process a signal when the thread that started it ends. It ends at once if the
+    process `parent_pid` has ended. The first works only on Linux."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, by, 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:
         os._exit(EXIT_HEAD_GONE)
 

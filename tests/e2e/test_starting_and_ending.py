@@ -9,6 +9,7 @@ import select
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
@@ -20,9 +21,11 @@ import pytest
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.e2e.asking import answers_alone, ask, requests_with_everything
-from tests.e2e.serving import Forked, Server, launch, plain_shell, serving
+from tests.e2e.serving import Forked, Server, launch, plain_shell, serving, wait_until
 from tests.e2e.test_losing_stages import TINY
 from tests.ports import port_to_come_back_to
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outlives_the_launcher(
@@ -45,6 +48,23 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
         server.process.wait()
         server.wait_gone()
     assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_server_of_make_chat_ends_with_it_also_when_it_is_killed() -> None:
+    chat = subprocess.Popen([sys.executable, "tools/chat.py", "--model", "tiny"], cwd=ROOT)
+    started: set[psutil.Process] = set()
+
+    def num_ranks() -> int:
+        started.update(psutil.Process(chat.pid).children(recursive=True))
+        return sum(one.environ().get("RANK") is not None for one in started if one.is_running())
+
+    try:
+        wait_until(lambda: num_ranks() >= 2)
+    finally:
+        chat.kill()
+        chat.wait()
+    wait_until(lambda: not any(one.is_running() for one in started), lambda: f"left behind: {started}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")

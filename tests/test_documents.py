@@ -146,6 +146,7 @@ def test_a_block_runs_as_it_stands(block: Block, shared_server: Server, tmp_path
     environment["PATH"] = f"{Path(sys.executable).parent}:{environment['PATH']}"
     for line in commands(block):
         line = line.replace("localhost:9400", shared_server.metrics).replace(".venv/bin/", "")
+        line = line.replace("localhost:8000", shared_server.http)
         done = subprocess.run(
             ["bash", "-o", "pipefail", "-c", line],
             cwd=tmp_path,

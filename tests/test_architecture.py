@@ -256,7 +256,7 @@ def test_the_page_lists_the_imports_that_there_are() -> None:
 BUDGET = {
     "ppserve/*.py": 1_370,  # supported.py asks before anything is imported, so it stands beside __main__.py
     "ppserve/core/*.py": 1_320,
-    "ppserve/core/scheduling/*.py": 2_400,
+    "ppserve/core/scheduling/*.py": 2_450,
     "ppserve/core/ledger/*.py": 936,
     "ppserve/planning/*.py": 605,
     "ppserve/process/*.py": 1_640,
@@ -271,7 +271,7 @@ BUDGET = {
     "ppserve/model/cuda/*.py": 1_435,
     "ppserve/model/checkpoint/*.py": 2_000,
     "ppserve/tokenizer/*.py": 960,
-    "ppserve/grammar/*.py": 1_150,
+    "ppserve/grammar/*.py": 1_200,
     "ppserve/library/*.py": 880,
     "ppserve/client/*.py": 690,
     "ppserve/bench/*.py": 850,

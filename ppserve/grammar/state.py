@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Sequence
+from functools import cache
 from operator import itemgetter
 from typing import TYPE_CHECKING
 
@@ -10,7 +12,7 @@ from ppserve.grammar.limits import parser_limits
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed
 
 if TYPE_CHECKING:
-    from llguidance import LLMatcher, LLTokenizer
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 MAX_STATES = 16
 """The last states of so many of a request's answers are kept."""
@@ -31,6 +33,7 @@ class Grammar:
 
         self._fresh = LLMatcher(library, text, log_level=0, limits=parser_limits())
         self.source_bytes = source_bytes
+        self.mask_bytes = -(-library.vocab_size // 32) * 4
         if self._fresh.is_error():
             raise FormRefused(_first_line(self._fresh.get_error()))
 
@@ -89,11 +92,34 @@ class GrammarFilter:
         Zeros fill it up to whole words of 32 bits.
         """
         matcher = self._matcher(output_ids)
-        bits = bytes(matcher.compute_bitmask())
-        _check(matcher)
-        if not any(bits):
-            raise GrammarFailed("no token of this model can continue the answer in its form")
-        return bits
+        return _checked(bytes(matcher.compute_bitmask()), matcher)
+
+    @staticmethod
+    def allowed_together(asked: Sequence[tuple[GrammarFilter, Sequence[int]]]) -> list[bytes | GrammarFailed]:
+        """Return for each filter, with the tokens of an answer, what `allowed` returns or raises.
+
+        One native call computes all masks. One call for each would give the interpreter's lock away, and wait for
+        it, as often. The filters are of one model, and each of them is there once.
+        """
+        found: list[bytes | GrammarFailed] = []
+        matchers: list[tuple[LLMatcher, int]] = []
+        for number, (each, output_ids) in enumerate(asked):
+            try:
+                matchers.append((each._matcher(output_ids), number))
+                found.append(b"")
+            except GrammarFailed as error:
+                found.append(error)
+        size = asked[0][0]._grammar.mask_bytes
+        whole = bytearray(len(asked) * size)
+        if matchers:
+            address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
+            _executor().unsafe_compute_mask_ptr(matchers, address, size, len(asked))
+        for matcher, number in matchers:
+            try:
+                found[number] = _checked(bytes(whole[number * size : (number + 1) * size]), matcher)
+            except GrammarFailed as error:
+                found[number] = error
+        return found
 
     def accepts(self, output_ids: Sequence[int], draft: Sequence[int]) -> int:
         """Return how many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
@@ -126,6 +152,11 @@ class GrammarFilter:
 
     def _matcher(self, output_ids: Sequence[int]) -> LLMatcher:
         """Return a matcher that has read exactly these tokens. Raises GrammarFailed."""
+        last = self._states[-1] if self._states else None
+        if last is not None and output_ids and last.consumed == output_ids[:-1] and not last.matcher.is_error():
+            last.move_to(output_ids, len(last.consumed))  # as most often
+            _check(last.matcher)
+            return last.matcher
         states = [state for state in self._states if not state.matcher.is_error()]
         num_common, near = max(
             ((state.num_common(output_ids), state) for state in states), key=itemgetter(0), default=(0, None)
@@ -138,6 +169,22 @@ class GrammarFilter:
         near.move_to(output_ids, num_common)
         _check(near.matcher)
         return near.matcher
+
+
+@cache
+def _executor() -> LLExecutor:
+    """Return what computes masks together, in a thread of its own."""
+    from llguidance import LLExecutor
+
+    return LLExecutor(num_threads=1)
+
+
+def _checked(bits: bytes, matcher: LLMatcher) -> bytes:
+    """Return a mask that a matcher has computed. Raises GrammarFailed."""
+    _check(matcher)
+    if bits == bytes(len(bits)):
+        raise GrammarFailed("no token of this model can continue the answer in its form")
+    return bits
 
 
 def _check(matcher: LLMatcher) -> None:

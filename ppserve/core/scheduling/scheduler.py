@@ -109,6 +109,7 @@ class Scheduler:
         """Look up the masks that the next steps need, also those of draft tokens. A sequence whose masks are not
         all there stays out of steps until they are. Ends the requests in whose answers no token may follow."""
         events: list[SequenceEvent] = []
+        may_draft = self._speculation.may_draft(len(self._running))
         for sequence in [s for s in self._ready.values() if s.awaits_mask]:
             if not sequence.is_live:
                 continue  # its request has just ended
@@ -117,7 +118,7 @@ class Scheduler:
             except RequestError as error:
                 events += self._end_request(sequence.request.id, error)
                 continue
-            if is_there and sequence.num_pending == 1:
+            if is_there and may_draft and sequence.num_pending == 1:
                 is_there = self._speculation.draft(sequence, self._running) is not None
             sequence.note_masks(is_there)
         for sequence in self.ahead.filtered:

@@ -68,7 +68,7 @@ class StepsAhead:
 
     @property
     def filtered(self) -> Iterator[Sequence]:
-        """The sequences whose masks the oldest step in flight awaits: the tokens before these are known now."""
+        """The sequences whose masks the oldest step in flight awaits. The tokens before these are known now."""
         oldest = self._slots.oldest_step
         if oldest is not None and oldest.plan.step_id in self._without_masks:
             yield from (s for s, _ in oldest.owned if s.masks is not None and s.is_live)
@@ -79,11 +79,13 @@ class StepsAhead:
         oldest = self._slots.oldest_step
         if oldest is None or oldest.plan.step_id not in self._without_masks:
             return None
-        if not all(sequence.find_mask() for sequence in self.filtered):
-            return None
+        masks: list[bytes | None] = []
+        for sequence, _ in oldest.owned:
+            if sequence.is_live and not sequence.find_mask():
+                return None
+            masks.append(sequence.mask_after(()) if sequence.is_live else None)
         self._without_masks.remove(oldest.plan.step_id)
-        masks = tuple(sequence.mask_after(()) if sequence.is_live else None for sequence, _ in oldest.owned)
-        return StepMasks(oldest.plan.epoch, oldest.plan.step_id, masks)
+        return StepMasks(oldest.plan.epoch, oldest.plan.step_id, tuple(masks))
 
     # Steps that nobody needs
 

@@ -26,8 +26,8 @@ from enum import StrEnum
 from ppserve.core.plan import Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
 from ppserve.core.scheduling.config import SchedulerConfig
-from ppserve.core.scheduling.token_filter import MaskSource, without
-from ppserve.errors import AnswerImpossible, RequestError
+from ppserve.core.scheduling.token_filter import AskedMask, MaskSource
+from ppserve.errors import RequestError
 
 
 def block_digest(parent: bytes, token_ids: Seq[int]) -> bytes:
@@ -105,8 +105,7 @@ class Sequence:
         self.id = sequence_id
         self._text_rule = text_rule
         self.masks = masks
-        # Masks after the known tokens and these draft tokens; None where all ids may follow.
-        self._found_masks: dict[tuple[int, ...], bytes | None] = {}
+        self._masks: dict[tuple[int, ...], AskedMask] = {}  # after the known tokens and these draft tokens
         self.request = request
         self.index = index  # of the request's answers
         self.status = SequenceStatus.WAITING
@@ -251,24 +250,20 @@ class Sequence:
     def find_mask(self, draft_ids: tuple[int, ...] = ()) -> bool:
         """Look up the mask for the token that follows the known tokens and these draft tokens. Return whether it
         is there, or none is needed. Raises the RequestError that ends the request if no token may follow."""
-        if self.masks is None or draft_ids in self._found_masks:
+        if self.masks is None:
             return True
-        mask = self.masks.find((*self.token_ids[len(self.request.prompt_ids) :], *draft_ids))
-        if mask is None:
-            return False
-        bits = mask.bits
-        if bits is not None:
-            position = len(self.token_ids) + len(draft_ids)
-            banned = self._next_draw.banned if position < self._next_draw.banned_before else ()
-            left = without(bits, banned) if banned else bits
-            if left.count(0) == len(left):
-                raise AnswerImpossible(f"no token may follow the {self.num_generated} tokens of the answer")
-        self._found_masks[draft_ids] = bits
-        return True
+        asked = self._masks.get(draft_ids)
+        if asked is None:
+            output_ids = tuple(self.token_ids[len(self.request.prompt_ids) :]) + draft_ids
+            asked = self._masks[draft_ids] = self.masks.ask(output_ids)
+        if asked.is_there:
+            return True
+        position = len(self.token_ids) + len(draft_ids)
+        return asked.look(self._next_draw.banned if position < self._next_draw.banned_before else ())
 
     def mask_after(self, draft_ids: tuple[int, ...]) -> bytes | None:
         """Return a mask that `find_mask` has found; None: all ids may follow."""
-        return None if self.masks is None else self._found_masks[draft_ids]
+        return None if self.masks is None else self._masks[draft_ids].bits
 
     def note_masks(self, are_there: bool) -> None:
         """Note whether all masks that its next step needs are there."""
@@ -295,8 +290,7 @@ class Sequence:
         """Append the token that was drawn. Return the reason if the answer ends with it, else None."""
         self.token_ids.append(token_id)
         if self.masks is not None:
-            found = self._found_masks.items()
-            self._found_masks = {ids[1:]: mask for ids, mask in found if ids[:1] == (token_id,)}
+            self._masks = {ids[1:]: mask for ids, mask in self._masks.items() if ids and ids[0] == token_id}
             self.awaits_mask = True
         self._next_draw = self._next_draw.after((token_id,))
         finish = self._end_after(token_id)

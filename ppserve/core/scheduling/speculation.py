@@ -71,12 +71,16 @@ class Speculation:
             drafted.append(pick._replace(draft_ids=draft_ids))
         return drafted
 
+    def may_draft(self, num_running: int) -> bool:
+        """Return whether tokens may be drafted while so many sequences run."""
+        return self._forced is not None or num_running <= self._most_sequences
+
     def draft(
         self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS
     ) -> tuple[int, ...] | None:
         """Return the draft tokens that pay after a sequence's known tokens, at most `max_rows`. Return None while
         a mask that decides about them is not there."""
-        if self._forced is None and len(running) > self._most_sequences:
+        if not self.may_draft(len(running)):
             return ()
         limit = MAX_DRAFT_TOKENS if self._forced is None else self._forced
         limit = min(limit, max_rows, sequence.num_free_positions)

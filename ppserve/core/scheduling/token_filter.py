@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
-from ppserve.errors import AnswerImpossible, PpserveError, RequestFailed
+from ppserve.errors import AnswerImpossible, PpserveError, RequestError, RequestFailed
 
 
 class TokenFilter(Protocol):
@@ -27,12 +27,54 @@ class TokenFilter(Protocol):
         """
 
 
+@runtime_checkable
+class JointFilter(TokenFilter, Protocol):
+    """A rule whose masks cost less if those of several requests are made together."""
+
+    @staticmethod
+    def allowed_together(asked: Seq[tuple[Any, Seq[int]]]) -> Seq[bytes | PpserveError]:
+        """Return, for filters of this kind and the tokens of an answer of each, what `allowed` returns or raises.
+        Each filter is there once."""
+
+
 @dataclass(frozen=True, slots=True)
 class Mask:
     """Which ids may follow certain tokens of an answer."""
 
     bits: bytes | None
     """The mask; None: all ids may follow."""
+
+
+@dataclass(slots=True, eq=False)
+class AskedMask:
+    """A mask that a sequence has asked for."""
+
+    output_ids: tuple[int, ...]
+    """The tokens of the answer that it follows."""
+    made: Mask | RequestError | None = None
+    """The mask, or the error that ends the request; None while it is being made."""
+    is_there: bool = False
+    """Whether `look` has found it."""
+
+    def look(self, banned: Seq[int]) -> bool:
+        """Return whether the mask is there. Raises the RequestError that ends the request, also where the mask
+        allows no ids but banned ones."""
+        if isinstance(self.made, RequestError):
+            raise self.made
+        if self.made is None:
+            return False
+        bits = self.made.bits
+        left = without(bits, banned) if bits and banned else bits
+        if left is not None and left == bytes(len(left)):
+            raise AnswerImpossible(f"no token may follow the {len(self.output_ids)} tokens of the answer")
+        self.is_there = True
+        return True
+
+    @property
+    def bits(self) -> bytes | None:
+        """The mask, once it is there; None: all ids may follow."""
+        assert isinstance(self.made, Mask)
+        return self.made.bits
 
 
 class MaskSource(Protocol):
@@ -42,9 +84,8 @@ class MaskSource(Protocol):
     def is_slow(self) -> bool:
         """Whether making a mask may take longer than a step, so that no step should be sent before its masks."""
 
-    def find(self, output_ids: tuple[int, ...]) -> Mask | None:
-        """Return at once the mask that the TokenFilter gives for these tokens; None: it is being made, and has to
-        be asked for again. Raises the RequestError that ends the request."""
+    def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
+        """Ask for the mask that the TokenFilter gives for these tokens. It may be made later, in any thread."""
 
 
 class ImmediateMasks:
@@ -55,8 +96,8 @@ class ImmediateMasks:
     def __init__(self, token_filter: TokenFilter) -> None:
         self.token_filter = token_filter
 
-    def find(self, output_ids: tuple[int, ...]) -> Mask:
-        return make_mask(self.token_filter, output_ids)
+    def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
+        return AskedMask(output_ids, make_mask(self.token_filter, output_ids))
 
 
 def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
@@ -68,6 +109,12 @@ def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
         raise AnswerImpossible(str(error)) from error
     except Exception as error:
         raise RequestFailed(f"the rule of the answer failed: {type(error).__name__}") from error
+
+
+def make_masks(asked: Seq[tuple[Any, Seq[int]]]) -> list[Mask | RequestError]:
+    """Return, for `JointFilter`s of one kind, what `make_mask` returns or raises."""
+    found = asked[0][0].allowed_together(asked) if asked else ()
+    return [AnswerImpossible(str(each)) if isinstance(each, PpserveError) else Mask(each) for each in found]
 
 
 def without(bits: bytes, banned: Iterable[int]) -> bytes:

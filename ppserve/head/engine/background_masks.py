@@ -3,7 +3,8 @@
 One thread at a time asks a request's filter, so a slow filter delays its own request alone. If as many slow ones
 run as the pool has threads, they delay other requests with filters too, and nobody else.
 
-Most masks take 50 us. The engine waits a moment for those that it asked for, so that their sequences are in its
+Most masks take 5 to 50 us, less than it takes to hand one over to a thread. So a thread makes those of several
+requests together. The engine waits a moment for the masks that it asked for, so that their sequences are in its
 next steps, and is woken for the others. For a request whose last mask took longer than SLOW_S it does not wait.
 """
 
@@ -12,13 +13,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 
-from ppserve.core.scheduling.token_filter import Mask, TokenFilter, make_mask
+from ppserve.core.scheduling.token_filter import AskedMask, JointFilter, Mask, TokenFilter, make_mask, make_masks
 from ppserve.errors import RequestError, RequestFailed
 
 log = logging.getLogger("ppserve.engine")
@@ -27,37 +29,39 @@ NUM_THREADS = 32
 """The pool has so many threads, and starts each when it is needed for the first time."""
 NUM_AT_ONCE = 2
 """So many threads share the masks that the engine waits for. Once a slow one has held these up, more do."""
+MAX_TOGETHER = 32
+"""So many masks are made together at most. A slow one delays the others of them."""
 SLOW_S = 0.001
 """The engine waits for no mask of a request whose last one took longer."""
-MAX_KEPT = 256
-"""So many masks of a request are kept until they are fetched. If one more is asked for, the oldest is forgotten,
-and made again when it is asked for."""
-MAX_FETCHED = 4
-"""So many of a request's fetched masks are kept: its other sequences may have the same tokens."""
+ALONE = 16
+"""After masks that were made together were slow, so many of each request are made alone, and after the next time
+so many times more: for which of them was slow is not known."""
+MAX_KEPT = 4
+"""So many of a request's last masks are kept: its other sequences may have the same tokens."""
 
 OnMask = Callable[[float], object]
 """Is called in any thread with the seconds that a mask took."""
 
 
-@dataclass(slots=True)
-class _Wanted:
+@dataclass(slots=True, eq=False, kw_only=True)
+class _Wanted(AskedMask):
     """A mask that was asked for."""
 
-    output_ids: tuple[int, ...]
-    batch: _Batch | None
-    """The masks that the engine waits for together; None if it is woken for this one instead."""
-    made: Mask | RequestError | None = None
+    batch: _Batch
+    """The masks that the engine waits for together."""
 
 
 class _Batch:
     """Masks that the engine waits for together."""
 
-    def __init__(self, wake: Callable[[], None]) -> None:
-        self.requests: deque[BackgroundMasks] = deque()
-        """The requests whose masks no thread makes yet."""
+    def __init__(self, wake: Callable[[], None], is_late: bool = False) -> None:
+        """is_late: whether the engine does not wait for them, but is woken for each."""
+        self.requests: list[BackgroundMasks] = []
+        """The requests for whose masks a thread has to be found."""
+        self._chunks: deque[list[BackgroundMasks]] = deque()  # of these, those that no thread has begun
         self._wake = wake
         self._num_left = 0
-        self._is_late = False
+        self._is_late = is_late
         self._changed = threading.Condition(threading.Lock())  # for the two above
 
     def add(self) -> None:
@@ -65,16 +69,29 @@ class _Batch:
         with self._changed:
             self._num_left += 1
 
+    def divide(self) -> None:
+        """Divide the requests into those whose masks a thread makes together."""
+        kinds = defaultdict[object, list[BackgroundMasks]](list)
+        for each in self.requests:
+            kinds[each.kind].append(each)
+        for kind, of_kind in kinds.items():
+            size = 1 if kind is None else MAX_TOGETHER
+            self._chunks.extend(of_kind[i : i + size] for i in range(0, len(of_kind), size))
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self._chunks)
+
     def work(self) -> None:
         """Make masks until each request has a thread. Several threads may do so."""
         with suppress(IndexError):
             while True:
-                self.requests.popleft().make_wanted()
+                make_wanted(self._chunks.popleft())
 
-    def note_made(self) -> None:
-        """Note that one of the masks is there."""
+    def note_made(self, num_masks: int) -> None:
+        """Note that so many of the masks are there."""
         with self._changed:
-            self._num_left -= 1
+            self._num_left -= num_masks
             is_late = self._is_late
             if not self._num_left:
                 self._changed.notify()
@@ -82,7 +99,7 @@ class _Batch:
             self._wake()
 
     def wait(self, within_s: float) -> None:
-        """Wait for all of them, but no longer than this; the engine is woken for each that comes later."""
+        """Wait for all of them, but no longer than this; the engine is woken for those that come later."""
         with self._changed:
             self._is_late = not self._changed.wait_for(lambda: not self._num_left, within_s)
 
@@ -110,6 +127,7 @@ class MaskThreads:
         batch, self._batch = self._batch, None
         if batch is None:
             return False
+        batch.divide()
         self._start(batch, NUM_AT_ONCE)
         batch.wait(max(0.0, within_s))
         self._start(batch, NUM_THREADS)
@@ -126,7 +144,7 @@ class MaskThreads:
         self._pool.submit(work)
 
     def _start(self, batch: _Batch, most: int) -> None:
-        for _ in range(min(most, len(batch.requests))):
+        for _ in range(min(most, batch.num_chunks)):
             self.start(batch.work)
 
     def close(self) -> None:
@@ -138,73 +156,93 @@ class BackgroundMasks:
     """A request's masks: a `MaskSource`. The engine's thread does all but the making."""
 
     def __init__(self, token_filter: TokenFilter, threads: MaskThreads) -> None:
-        self._token_filter = token_filter
+        self.token_filter = token_filter
+        self._is_joint = isinstance(token_filter, JointFilter)
         self._threads = threads
-        self._asked: dict[tuple[int, ...], _Wanted] = {}
-        self._fetched: dict[tuple[int, ...], Mask] = {}
         self._lock = threading.Lock()  # for the two below
         self._wanted: deque[_Wanted] = deque()
         self._is_at_work = False
-        self.is_slow = False  # set by the thread at work
+        # The thread at work sets the others.
+        self._made = deque[AskedMask](maxlen=MAX_KEPT)
+        self.is_slow = False
+        self._num_alone = 0
+        self._num_alone_next = ALONE
 
-    def find(self, output_ids: tuple[int, ...]) -> Mask | None:
+    @property
+    def kind(self) -> object:
+        """The kind of filters whose masks may be made together with the next one; None: it is made alone."""
+        return None if self._num_alone or not self._is_joint else type(self.token_filter)
+
+    def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
         """See `MaskSource`."""
-        if (fetched := self._fetched.get(output_ids)) is not None:
-            return fetched
-        wanted = self._asked.get(output_ids)
-        if wanted is None:
-            self._want(output_ids)
-            return None
-        made = wanted.made
-        if made is None:
-            return None
-        del self._asked[output_ids]
-        if not isinstance(made, Mask):
-            raise made
-        self._fetched[output_ids] = made
-        if len(self._fetched) > MAX_FETCHED:
-            del self._fetched[next(iter(self._fetched))]
-        return made
-
-    def _want(self, output_ids: tuple[int, ...]) -> None:
-        if len(self._asked) == MAX_KEPT:
-            del self._asked[next(iter(self._asked))]
-        batch = None if self.is_slow else self._threads.batch()
-        wanted = self._asked[output_ids] = _Wanted(output_ids, batch)
-        if batch is not None:
-            batch.add()
+        is_slow = self.is_slow
+        batch = _Batch(self._threads.wake, is_late=True) if is_slow else self._threads.batch()
+        wanted = _Wanted(output_ids, batch=batch)
+        batch.add()
         with self._lock:
             self._wanted.append(wanted)
             is_at_work, self._is_at_work = self._is_at_work, True
-        if is_at_work:
-            return  # the thread that is at work comes to it
-        if batch is not None:
-            batch.requests.append(self)
-        else:
-            self._threads.start(self.make_wanted)
-
-    def make_wanted(self) -> None:
-        """Make all masks that are wanted, one after the other, in one thread."""
-        while (wanted := self._next()) is not None:
-            begun_s = time.monotonic()
-            wanted.made = self._make(wanted.output_ids)
-            took_s = time.monotonic() - begun_s
-            self.is_slow = took_s > SLOW_S
-            self._threads.on_mask(took_s)
-            if wanted.batch is None:
-                self._threads.wake()
+        if not is_at_work:  # else the thread that is at work comes to it
+            if is_slow:
+                self._threads.start(partial(make_wanted, [self]))
             else:
-                wanted.batch.note_made()
+                batch.requests.append(self)
+        return wanted
 
-    def _make(self, output_ids: tuple[int, ...]) -> Mask | RequestError:
-        try:
-            return make_mask(self._token_filter, output_ids)
-        except RequestError as error:
-            if isinstance(error, RequestFailed):
-                log.error("a token filter failed", exc_info=error.__cause__)
-            return error
+    def next(self) -> _Wanted:
+        """Return the mask that is to be made next. Only the thread that is at work may call this."""
+        return self._wanted.popleft()
 
-    def _next(self) -> _Wanted | None:
+    def has_next(self) -> bool:
+        """Return whether there is a further one. If not, the thread that asks is not at work any more."""
         with self._lock:
             self._is_at_work = bool(self._wanted)
-            return self._wanted.popleft() if self._wanted else None
+            return self._is_at_work
+
+    def has_made(self, wanted: _Wanted) -> bool:
+        """Return whether a mask was made lately for the same tokens, which is then the one that is wanted."""
+        for each in self._made:
+            if len(each.output_ids) == len(wanted.output_ids) and each.output_ids == wanted.output_ids:
+                wanted.made = each.made
+        return wanted.made is not None
+
+    def note_made(self, wanted: _Wanted, mask: Mask | RequestError, took_s: float, num_together: int) -> None:
+        """Note that a mask was made. took_s: the mean of those that were made together."""
+        wanted.made = mask
+        self._made.append(wanted)
+        self.is_slow = took_s > SLOW_S
+        if self._num_alone:
+            self._num_alone -= 1
+        elif self.is_slow and num_together > 1:
+            self._num_alone, self._num_alone_next = self._num_alone_next, self._num_alone_next * ALONE
+        self._threads.on_mask(took_s)
+
+
+def make_wanted(requests: Sequence[BackgroundMasks]) -> None:
+    """Make all masks that are wanted of these requests, in this thread: one of each together, then the next ones.
+
+    Each of them wants one at least.
+    """
+    while requests:
+        asked = [(each, each.next()) for each in requests]
+        missing = [(each, wanted) for each, wanted in asked if not each.has_made(wanted)]
+        begun_s = time.monotonic()
+        made = _made(missing)
+        took_s = (time.monotonic() - begun_s) / max(1, len(missing))
+        for (each, wanted), mask in zip(missing, made, strict=True):
+            each.note_made(wanted, mask, took_s, len(missing))
+        for batch, num_masks in Counter(wanted.batch for _, wanted in asked).items():
+            batch.note_made(num_masks)
+        requests = [each for each, _ in asked if each.has_next()]
+
+
+def _made(asked: Sequence[tuple[BackgroundMasks, _Wanted]]) -> Sequence[Mask | RequestError]:
+    if len(asked) != 1:
+        return make_masks([(request.token_filter, wanted.output_ids) for request, wanted in asked])
+    ((request, wanted),) = asked
+    try:
+        return [make_mask(request.token_filter, wanted.output_ids)]
+    except RequestError as error:
+        if isinstance(error, RequestFailed):
+            log.error("a token filter failed", exc_info=error.__cause__)
+        return [error]

@@ -9,7 +9,7 @@ import pytest
 
 from ppserve.core.request import StopConditions
 from ppserve.core.scheduling.request_queue import RequestQueue
-from ppserve.core.scheduling.token_filter import Mask, TokenFilter, make_mask, packed_mask
+from ppserve.core.scheduling.token_filter import AskedMask, TokenFilter, make_mask, packed_mask
 from ppserve.errors import AnswerImpossible, PpserveError, RequestError, RequestFailed
 from tests.core.scheduling.rig import SchedulerRig, a_request, a_rig, fill
 from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_answer
@@ -78,17 +78,16 @@ class LateMasks:
     """Masks that are there once `release` was called after they were asked for."""
 
     token_filter: TokenFilter
-    asked: list[tuple[int, ...]] = field(default_factory=list)
-    made: dict[tuple[int, ...], Mask] = field(default_factory=dict)
+    asked: list[AskedMask] = field(default_factory=list)
     is_slow: bool = False
 
-    def find(self, output_ids: tuple[int, ...]) -> Mask | None:
-        if output_ids not in self.made:
-            self.asked.append(output_ids)
-        return self.made.get(output_ids)
+    def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
+        self.asked.append(AskedMask(output_ids))
+        return self.asked[-1]
 
     def release(self) -> None:
-        self.made |= {output_ids: make_mask(self.token_filter, output_ids) for output_ids in self.asked}
+        for each in self.asked:
+            each.made = make_mask(self.token_filter, each.output_ids)
 
 
 @pytest.mark.parametrize("num_stages", [1, 3])

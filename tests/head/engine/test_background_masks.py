@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,9 +12,10 @@ import pytest
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.token_filter import Mask
 from ppserve.errors import AnswerImpossible, PpserveError
+from ppserve.grammar.state import GrammarFilter
 from ppserve.head.engine.background_masks import (
-    MAX_FETCHED,
-    MAX_KEPT,
+    ALONE,
+    MAX_TOGETHER,
     NUM_AT_ONCE,
     SLOW_S,
     BackgroundMasks,
@@ -22,6 +24,7 @@ from ppserve.head.engine.background_masks import (
 from ppserve.head.engine.streams import OpenRequest
 from ppserve.tokenizer import no_tokenizer
 from tests.core.scheduling.rig import a_request
+from tests.grammar.words import compiled
 from tests.head.engine.replica_rig import EngineRig, Reader
 
 LIMIT_S = 60.0
@@ -57,12 +60,14 @@ class Gated:
     gate: threading.Event = field(default_factory=threading.Event)
     asked: list[tuple[int, ...]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
+    takes_s: float = 0.0
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
         assert self.lock.acquire(blocking=False), "two threads at once"
         try:
             self.asked.append(tuple(output_ids))
             assert self.gate.wait(LIMIT_S)
+            time.sleep(self.takes_s)
             if len(output_ids) == 3:
                 raise PpserveError("three are too many")
             return b"\xff"
@@ -105,30 +110,14 @@ def test_what_a_filter_raises_ends_the_request_of_its_sequence(woken: Woken, thr
     rig.finish(rig.open(a_request("other")))
 
 
-def test_masks_that_nobody_fetches_are_not_kept(woken: Woken, threads: MaskThreads) -> None:
-    gated = Gated()
-    gated.gate.set()
-    masks = BackgroundMasks(gated, threads)
-    for token_id in range(MAX_KEPT + 5):
-        assert masks.find((token_id,)) is None
-        assert threads.wait(LIMIT_S)
-    assert masks.find((0,)) is None, "it is made again"
-    assert masks.find((MAX_KEPT,)) is not None
-
-
 def test_sequences_with_the_same_tokens_share_a_mask(woken: Woken, threads: MaskThreads) -> None:
     gated = Gated()
     gated.gate.set()
     masks = BackgroundMasks(gated, threads)
-    assert [masks.find((1,)) for _ in range(3)] == [None] * 3
+    asked = [masks.ask((token_id,)) for token_id in (1, 1, 1, 2, 2)]
     assert threads.wait(LIMIT_S)
-    assert [masks.find((1,)) for _ in range(3)] == [Mask(b"\xff")] * 3
-    for token_id in range(2, 3 + MAX_FETCHED):
-        masks.find((token_id,))
-        threads.wait(LIMIT_S)
-        assert masks.find((token_id,)) is not None
-    assert gated.asked == [(token_id,) for token_id in range(1, 3 + MAX_FETCHED)], "each was made once"
-    assert masks.find((1,)) is None, "the oldest is not kept for ever"
+    assert [each.made for each in asked] == [Mask(b"\xff")] * 5
+    assert gated.asked == [(1,), (2,)]
 
 
 def test_a_slow_mask_leaves_those_that_the_engine_waits_for_to_other_threads(
@@ -138,14 +127,14 @@ def test_a_slow_mask_leaves_those_that_the_engine_waits_for_to_other_threads(
     quick = Gated()
     quick.gate.set()
     sources = [BackgroundMasks(each, threads) for each in (*slow, quick)]
-    assert [source.find(()) for source in sources] == [None] * len(sources)
+    asked = [source.ask(()) for source in sources]
     assert threads.wait(SLOW_S)
     woken.wait()
-    assert [source.find(()) is not None for source in sources] == [False] * len(slow) + [True]
+    assert [each.made is not None for each in asked] == [False] * len(slow) + [True]
     for each in slow:
         each.gate.set()
         woken.wait()
-    assert all(source.find(()) for source in sources)
+    assert all(each.made for each in asked)
 
 
 def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_ones(
@@ -155,19 +144,52 @@ def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_
     masks = BackgroundMasks(gated, threads)
     assert not threads.wait(LIMIT_S), "none was asked for"
     gated.gate.set()
-    assert masks.find((0,)) is None
+    asked = masks.ask((0,))
     assert threads.wait(LIMIT_S)
-    assert masks.find((0,)) is not None
+    assert asked.made is not None
     assert not woken.turn.acquire(blocking=False), "nobody is woken for a mask that was waited for"
     gated.gate.clear()
-    assert masks.find((1,)) is None
+    gated.takes_s = 2 * SLOW_S
+    asked = masks.ask((1,))
     assert threads.wait(SLOW_S), "it was asked for, and is not there"
-    assert masks.find((1,)) is None, "the gate is closed"
+    assert asked.made is None, "the gate is closed"
     assert not threads.wait(LIMIT_S), "it is waited for once"
     gated.gate.set()
     woken.wait()
-    assert masks.find((1,)) is not None
-    assert masks.find((2,)) is None
+    assert asked.made is not None
+    asked = masks.ask((2,))
     assert not threads.wait(LIMIT_S), "the last one was slow"
     woken.wait()
-    assert masks.find((2,)) is not None
+    assert asked.made is not None
+
+
+def test_masks_of_forms_are_made_together_and_are_those_that_each_form_gives(
+    woken: Woken, threads: MaskThreads
+) -> None:
+    grammars = compiled("regex", "(ab|c)*"), compiled("json_schema", {"type": "integer"})
+    sources = [BackgroundMasks(GrammarFilter(grammars[n % 2]), threads) for n in range(MAX_TOGETHER + 3)]
+    answers = [*b"abc"], [*b"-17"]
+    for length in range(4):
+        asked = [each.ask(tuple(answers[n % 2][:length])) for n, each in enumerate(sources)]
+        assert threads.wait(LIMIT_S)
+        for n, each in enumerate(asked):
+            assert each.made == Mask(GrammarFilter(grammars[n % 2]).allowed(answers[n % 2][:length]))
+    assert len(woken.masks) == 4 * len(sources)
+
+
+def test_requests_whose_masks_were_slow_together_are_asked_alone_for_a_while(threads: MaskThreads) -> None:
+    masks = BackgroundMasks(GrammarFilter(compiled("regex", "a*")), threads)
+    wanted = masks.ask(())
+    assert threads.wait(LIMIT_S)
+    for times_alone in (ALONE, ALONE**2):
+        assert masks.kind is GrammarFilter
+        masks.note_made(wanted, Mask(b"\xff"), 2 * SLOW_S, num_together=2)
+        assert masks.is_slow
+        for _ in range(times_alone):
+            assert masks.kind is None
+            masks.note_made(wanted, Mask(b"\xff"), SLOW_S / 2, num_together=1)
+        assert not masks.is_slow
+
+
+def test_rules_that_are_no_forms_are_asked_alone(threads: MaskThreads) -> None:
+    assert BackgroundMasks(Gated(), threads).kind is None

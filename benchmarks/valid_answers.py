@@ -151,7 +151,7 @@ class Referee:
         form = StructuredOutput("json_schema", json.dumps(schema))
         prompt = f"An example of JSON, number {number}:\n"
         try:
-            answer = await self._client.generate(
+            answer = await self._client.complete(
                 prompt, structured_output=form, seed=number, max_tokens=MAX_TOKENS
             )
         except CallFailed as failure:

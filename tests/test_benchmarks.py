@@ -36,3 +36,11 @@ def test_benchmarks_take_the_helpers_of_tests_and_one_folder_of_tests_tries_them
 
 def imports_benchmarks(path: Path) -> bool:
     return any(is_within(name, {"benchmarks"}) for name in imports(path))
+
+
+def test_benchmarks_use_no_deprecated_name_of_the_client() -> None:
+    """Nothing runs most of them, so no warning would be seen."""
+    for path in sorted(ROOT.glob("benchmarks/**/*.py")):
+        if any(is_within(name, {"ppserve.client"}) for name in imports(path)):
+            called = [node.func for node in ast.walk(parsed(path)) if isinstance(node, ast.Call)]
+            assert "generate" not in [each.attr for each in called if isinstance(each, ast.Attribute)], path

@@ -6,10 +6,14 @@ It does not import torch, which takes seconds, so mistakes are reported at once.
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 from ppserve.config import ServeConfig, ServerSettings
-from ppserve.core.architecture import Architecture
+from ppserve.core.architecture import Architecture, Split, stage_layouts
+from ppserve.core.figures import size
+from ppserve.core.grid import RankGrid
+from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
 from ppserve.errors import ConfigError
 from ppserve.head.api.auth import ApiKeys
@@ -18,6 +22,7 @@ from ppserve.head.api.tls import read_certificates
 from ppserve.head.engine.placement import check_microbatches
 from ppserve.head.listener import bound
 from ppserve.model.checkpoint.opening import read_architecture
+from ppserve.planning.forecast import ELEMENT_BYTES
 
 _GPU_DEVICES = ("nvidia*", "dxg", "nvhost-*", "nvgpu", "kfd")
 """Devices of NVIDIA's driver, of WSL, of Jetsons, and of AMD's driver."""
@@ -32,7 +37,7 @@ def check(config: ServeConfig, world_size: int) -> None:
         ApiKeys(server.api_key_file)
     if server.chat_template is not None:
         ChatTemplate.read(server.chat_template, {}, {})
-    check_dtype(config)
+    check_devices(config)
     arch = _architecture(config.model.path)
     if arch is not None:
         arch.context(config.model.max_model_len)
@@ -43,16 +48,48 @@ def check(config: ServeConfig, world_size: int) -> None:
         check_tensor_ranks(arch, grid.tensor)
         split = config.pipeline.layers or split_by_weight(arch, grid.pipeline)
         check_split(split, arch, grid.pipeline)
+        _check_kv_memory(config, arch, grid)
+    if config.server.trace is not None:
+        _check_trace(config.server.trace)
 
 
-def check_dtype(config: ServeConfig, dev: Path = Path("/dev")) -> None:
-    """Raise ConfigError for float16 where no GPU can be. dev: the directory of devices.
+def check_devices(config: ServeConfig, dev: Path = Path("/dev")) -> None:
+    """Raise ConfigError for what needs a GPU where none can be. dev: the directory of devices.
 
     Stages ask torch, which is sure, but takes seconds to import."""
-    if config.model.dtype != "float16" or os.environ.get("PPSERVE_GPU_REFERENCE") == "1":
+    if not config.model.force_cpu and any(list(dev.glob(name)) for name in _GPU_DEVICES):
         return
-    if config.model.force_cpu or not any(list(dev.glob(name)) for name in _GPU_DEVICES):
+    if config.pipeline.transport == "nccl":
+        raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
+    if config.model.dtype == "float16" and os.environ.get("PPSERVE_GPU_REFERENCE") != "1":
         raise ConfigError("--dtype", "float16 needs a GPU; use bfloat16 or float32 on CPUs")
+
+
+def _check_kv_memory(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:
+    """Raise ConfigError if --kv-cache-memory has no room for one full sequence on some stage, however the layers
+    are divided and in the smallest type that --kv-dtype allows. Stages check what they really have."""
+    asked, block_size = config.cache.kv_cache_memory, config.cache.block_size
+    if asked is None:
+        return
+    even = Split((2 * -(-arch.num_layers // grid.pipeline),))
+    layouts = stage_layouts(config.pipeline.layers or even)
+    element_bytes = ELEMENT_BYTES.get(config.cache.kv_dtype, 2)
+    token_bytes = max(
+        replace(layout, num_tensor=grid.tensor).kv_bytes_per_token(arch, element_bytes) for layout in layouts
+    )
+    context = arch.context(config.model.max_model_len)
+    needed = sequence_blocks(context, block_size) * block_size * token_bytes
+    if asked < needed:
+        needs = f"one sequence of {context} tokens takes at least {size(needed)} on a stage"
+        problem = f"{size(asked)} is too little: {needs}; give it more, or lower --max-model-len"
+        raise ConfigError("--kv-cache-memory", problem)
+
+
+def _check_trace(path: Path) -> None:
+    try:
+        path.open("ab").close()
+    except OSError as error:
+        raise ConfigError("--trace", f"cannot write {path}: {error.strerror}") from None
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from ppserve.cli.check import check, check_dtype
-from ppserve.config import ModelSettings, PipelineSettings, ServeConfig, ServerSettings
+from ppserve.cli.check import check, check_devices
+from ppserve.config import CacheSettings, ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import ConfigError, UsageError
 from tests.commands import run
@@ -36,6 +36,11 @@ def test_the_defaults_are_fine() -> None:
         ({"pipeline": PipelineSettings(layers=Split.parse("4,5"))}, "--layers: 4,5 adds up to 9", 2),
         ({"pipeline": PipelineSettings(microbatches=4)}, "--microbatches: 4 is more than 2 stages", 2),
         ({"pipeline": PipelineSettings(transport="local")}, "--transport: local connects stages within one", 2),
+        (
+            {"server": dataclasses.replace(FREE, trace=Path("/no/such/place"))},
+            "--trace: cannot write /no/such/pl",
+            2,
+        ),
         ({"pipeline": PipelineSettings(tensor_parallel=3)}, "--tensor-parallel: 3 tensor ranks x 1", 2),
         ({"pipeline": PipelineSettings(replicas=4)}, "--replicas: 1 tensor ranks x 4 replicas do not", 2),
     ],
@@ -83,11 +88,36 @@ def test_a_number_of_ranks_that_cannot_be() -> None:
 def test_float16_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
     config = dataclasses.replace(ServeConfig(), model=ModelSettings(dtype="float16"))
     with pytest.raises(ConfigError, match="--dtype: float16 needs a GPU"):
-        check_dtype(config, tmp_path)
+        check_devices(config, tmp_path)
     (tmp_path / "nvidia0").touch()
-    check_dtype(config, tmp_path)
+    check_devices(config, tmp_path)
     with pytest.raises(ConfigError, match="float16 needs a GPU"):
-        check_dtype(dataclasses.replace(config, model=dataclasses.replace(config.model, force_cpu=True)), tmp_path)
+        check_devices(
+            dataclasses.replace(config, model=dataclasses.replace(config.model, force_cpu=True)), tmp_path
+        )
+
+
+def test_nccl_is_refused_where_there_is_no_gpu(tmp_path: Path) -> None:
+    config = ServeConfig(pipeline=PipelineSettings(transport="nccl"))
+    with pytest.raises(ConfigError, match="--transport: nccl needs a GPU of its own"):
+        check_devices(config, tmp_path)
+    (tmp_path / "nvidia0").touch()
+    check_devices(config, tmp_path)
+    with pytest.raises(ConfigError, match="nccl needs a GPU"):
+        check_devices(dataclasses.replace(config, model=ModelSettings(force_cpu=True)), tmp_path)
+
+
+@pytest.mark.parametrize("layers", [None, Split.parse("4,4")])
+@pytest.mark.parametrize(("kv_dtype", "element_bytes"), [("auto", 2), ("float32", 4), ("int8", 1)])
+def test_kv_memory_without_room_for_one_sequence(layers: Split | None, kv_dtype: str, element_bytes: int) -> None:
+    """tiny has 8 layers of 5 heads with 32 numbers; 100 tokens are 7 blocks of 16."""
+    needed = 7 * 16 * 4 * 2 * 5 * 32 * element_bytes
+    config = dataclasses.replace(
+        FINE, model=ModelSettings(max_model_len=100), pipeline=PipelineSettings(layers=layers)
+    )
+    check(dataclasses.replace(config, cache=CacheSettings(kv_cache_memory=needed, kv_dtype=kv_dtype)), 2)
+    with pytest.raises(ConfigError, match=r"--kv-cache-memory: .* too little: one sequence of 100 tokens takes"):
+        check(dataclasses.replace(config, cache=CacheSettings(kv_cache_memory=needed - 1, kv_dtype=kv_dtype)), 2)
 
 
 def test_a_hub_id_without_a_network_is_refused_before_processes_start(tmp_path: Path) -> None:

@@ -52,12 +52,20 @@ OF_CHATS: Mapping[str, Neutral] = {
     "web_search_options": (False, "", []),  # {} asks for a search
 }
 
+WITHOUT_IDS: Mapping[str, Neutral] = {
+    "resume": NOTHING,
+    "return_token_ids": NOTHING,
+}
+"""Answers of messages and responses have no token ids, so none can be resumed."""
+
 OF_MESSAGES: Mapping[str, Neutral] = {
+    **WITHOUT_IDS,
     "container": NOTHING,
     "mcp_servers": NOTHING,
 }
 
 OF_RESPONSES: Mapping[str, Neutral] = {
+    **WITHOUT_IDS,
     "background": NOTHING,
     "conversation": NOTHING,
     "previous_response_id": NOTHING,

@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -16,7 +17,7 @@ from ppserve.head.api.http.bodies import parse_body
 from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.template_process import render
 from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
-from tests.head.api.http.asking import TEMPLATE, Served, served_http
+from tests.head.api.http.asking import TEMPLATE, Served, raw, served_http
 
 CHAT = "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -115,12 +116,24 @@ async def test_a_chat_whose_caller_has_gone_keeps_its_turn_while_it_is_rendered(
     loops = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
     path.write_text("{% if messages|length > 1 %}" + loops + "{% endif %}fine")
     async with served_http(chat_template=path) as served:
-        for messages in (HELLO * 2, HELLO):
-            answer = await served.ask(CHAT, {"messages": messages}, x_request_timeout="0.5")
-            assert answer.status == 504
+        others = renderers()
+        _, caller = await asyncio.open_connection("127.0.0.1", served.port)
+        caller.write(raw(CHAT, {"messages": HELLO * 2}))
+        while not (begun := renderers() - others):
+            await asyncio.sleep(0.01)
+        caller.close()
+        await caller.wait_closed()
+        assert (await served.ask(CHAT, {"messages": HELLO}, x_request_timeout="0.5")).status == 504
         assert served.handler.template is not None
         assert await served.handler.template.render("another", HELLO, {}) == ["fine"]
+        for renderer in begun:
+            renderer.kill()
         assert (await served.ask(CHAT, {"messages": HELLO})).status == 200
+
+
+def renderers() -> set[psutil.Process]:
+    """The processes of this one that render chats."""
+    return {each for each in psutil.Process().children() if render.__module__ in each.cmdline()}
 
 
 async def test_a_role_is_one_of_openai_s_or_of_the_template_s(served: Served) -> None:

@@ -70,9 +70,19 @@ class NormWeights:
     is_rms: bool = False  # leaves the mean where it is
 
 
+class SublayerWeights(Generic[OwnLinear]):
+    """What the sublayer of a residual line is made of, whichever kind it is."""
+
+    __slots__ = ()
+
+    def sublayer(self, backend: Backend[Inputs, OwnLinear]) -> Sublayer[Inputs]:
+        """Return what computes it from normed rows."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, slots=True)
-class AttentionWeights(Generic[OwnLinear]):
-    """What an attention sublayer is made of."""
+class AttentionWeights(SublayerWeights[OwnLinear]):
+    """What an attention is made of."""
 
     number: int  # its place among the attentions of the stage, from 0
     spec: AttentionSpec
@@ -84,10 +94,13 @@ class AttentionWeights(Generic[OwnLinear]):
     head_norms: tuple[NormWeights, NormWeights] | None = None
     """The norms of each head's queries and keys, before these are rotated by their positions."""
 
+    def sublayer(self, backend: Backend[Inputs, OwnLinear]) -> Sublayer[Inputs]:
+        return backend.attention(self)
+
 
 @dataclass(frozen=True, slots=True)
-class MLPWeights(Generic[OwnLinear]):
-    """What an MLP sublayer is made of."""
+class MLPWeights(SublayerWeights[OwnLinear]):
+    """What an MLP is made of."""
 
     spec: MLPSpec
     expand: OwnLinear  # where the MLP is gated: the gate, which is activated, then what it is multiplied with
@@ -95,13 +108,16 @@ class MLPWeights(Generic[OwnLinear]):
     inner: Cut  # the inputs of `contract`, as tensor ranks share them
     columns: Cut  # the hidden states, as tensor ranks share them
 
+    def sublayer(self, backend: Backend[Inputs, OwnLinear]) -> Sublayer[Inputs]:
+        return backend.mlp(self)
+
 
 @dataclass(frozen=True, slots=True)
 class ResidualWeights(Generic[OwnLinear]):
     """What a residual line is made of: x + multiplier * post_norm(of(pre_norm(x)))."""
 
     pre_norm: NormWeights | None
-    of: AttentionWeights[OwnLinear] | MLPWeights[OwnLinear]
+    of: SublayerWeights[OwnLinear]
     post_norm: NormWeights | None
     multiplier: float
 
@@ -290,13 +306,13 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
         """Return proj(attend(qkv(x))), with queries and keys rotated if the model asks for it."""
 
     def mlp(self, weights: MLPWeights[OwnLinear]) -> Sublayer[Inputs]:
-        """Return contract(activation(expand(x))), or this with a gate. Raises KeyError for an unknown
-        activation."""
+        """Return contract(activation(expand(x))), or this with a gate. It also takes some of the rows. Raises
+        KeyError for an unknown activation."""
 
     def fused(self, lines: Sequence[ResidualWeights[OwnLinear]]) -> Sublayer[Inputs] | None:
-        """Return one call for several residual lines, or None if this backend has none. It is an optimisation: it
-        gives the same bits as the lines' `decoder.Residual`s called one after the other. lines: at least one; they
-        follow each other."""
+        """Return one call for several residual lines, or None if this backend has none for such lines. It is an
+        optimisation: it gives the same bits as the lines' `decoder.Residual`s called in turn. lines: at
+        least one; they follow each other."""
 
     def head(self, norm: NormWeights, linear: OwnLinear) -> Head:
         """Return linear(norm(x))."""

@@ -22,7 +22,6 @@ import torch
 
 from ppserve.core.architecture import StageLayout
 from ppserve.model.backend import (
-    AttentionWeights,
     Backend,
     Linear,
     NormWeights,
@@ -45,8 +44,7 @@ class Residual(Generic[Inputs]):
     def __init__(self, backend: Backend[Inputs, OwnLinear], weights: ResidualWeights[OwnLinear]) -> None:
         backend.check(weights)
         self.norm = _norm(backend, weights.pre_norm)
-        of = weights.of
-        self.compute = backend.attention(of) if isinstance(of, AttentionWeights) else backend.mlp(of)
+        self.compute = weights.of.sublayer(backend)
         self.post_norm = _norm(backend, weights.post_norm)
         self._multiplier = weights.multiplier
 

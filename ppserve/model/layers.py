@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-from ppserve.model.backend import AttentionWeights, MLPWeights, OwnLinear, ResidualWeights
+from ppserve.model.backend import AttentionWeights, MLPWeights, OwnLinear, ResidualWeights, SublayerWeights
 from ppserve.model.inputs import Inputs, StepInputs
 from ppserve.model.weights import Outputs, WeightReader
 
@@ -49,7 +49,7 @@ def _read_line(
     read: WeightReader[Inputs, OwnLinear],
     layer: int,
     number: int,
-    of: AttentionWeights[OwnLinear] | MLPWeights[OwnLinear],
+    of: SublayerWeights[OwnLinear],
 ) -> ResidualWeights[OwnLinear]:
     """Read the norms around a sublayer, and return its residual line. number: 1 or 2, as in the norms' names."""
     spec = read.arch.layers[layer]

@@ -11,19 +11,23 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
 
 from ppserve.core.layers import Experts, LayerSpec
 from ppserve.errors import CheckpointError
-from ppserve.model.backend import AttentionWeights, Backend, ResidualWeights, Sublayer
-from ppserve.model.checkpoint import Checkpoint
+from ppserve.gguf_file import read_parts
+from ppserve.model.backend import AttentionWeights, Backend, MLPWeights, ResidualWeights, Sublayer
+from ppserve.model.checkpoint import Checkpoint, TensorPart
 from ppserve.model.checkpoint.families import FAMILIES
+from ppserve.model.checkpoint.gguf import _stored_tensors
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.settings import settled
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
+from ppserve.model.inputs import StepInputs
 from ppserve.model.selftest import check_determinism, layers_of_each_kind
 from tests.model import made_up_family
 from tests.model.checkpoint.writers import random_tensors, stored_name, write_gguf
@@ -179,3 +183,50 @@ def test_it_equals_its_reference_on_triton() -> None:
 def test_its_unknown_keys_are_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="rapids"):
         open_checkpoint(str(write_hugging_face(tmp_path, rapids=3)))
+
+
+class RowByRow(CpuBackend):
+    """An MLP computes every second row of a step, and then the others, as one of several experts would."""
+
+    def mlp(self, weights: MLPWeights) -> Sublayer:
+        whole = super().mlp(weights)
+
+        def compute(x_TD: torch.Tensor, inputs: StepInputs) -> torch.Tensor:
+            out_TD = torch.empty_like(x_TD)
+            for first in range(min(2, len(x_TD))):
+                out_TD[first::2] = whole(x_TD[first::2], inputs)
+            return out_TD
+
+        return compute
+
+
+@pytest.mark.parametrize("quantization", ["none", "int8"])
+def test_an_mlp_computes_some_rows_of_a_step_as_it_computes_all(quantization: str) -> None:
+    checkpoint, ids = RandomCheckpoint(ARCH), prompt(60, vocab_size=64)
+    whole, parts = (
+        Pipeline(checkpoint, "3", backend=backend("float32", 2, quantization), num_sequences=1)
+        for backend in (CpuBackend, RowByRow)
+    )
+    assert torch.equal(parts.hidden(ids, 23), whole.hidden(ids, 23))
+
+
+def test_names_of_experts_have_their_numbers(tmp_path: Path) -> None:
+    """A GGUF has the experts of a layer in one tensor."""
+    names = {"mlp.router": ("steer", "ffn_gate_inp"), "mlp.{}.up": ("rise.{}", "ffn_up_exps.{}")}
+    family = replace(FAMILY, names=names)
+    for number in ("0", "7", "127"):
+        assert family.hugging_face_name(f"brook.bends.3.rise.{number}.weight") == f"h.3.mlp.{number}.up.weight"
+        assert family.gguf_name(f"blk.3.ffn_up_exps.{number}.weight") == f"h.3.mlp.{number}.up.weight"
+    for unknown in ("brook.bends.3.rise.weight", "brook.bends.3.rise.07.weight", "brook.bends.3.rise.1.2.weight"):
+        assert family.hugging_face_name(unknown) == unknown.removeprefix("brook.")
+    experts = {number: torch.randn(5, 32) for number in range(3)}
+    path = tmp_path / "model.gguf"
+    writer = gguf.GGUFWriter(path, "brook")
+    writer.add_tensor("blk.3.ffn_up_exps.weight", torch.stack([*experts.values()]).numpy())
+    for write in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file):
+        write()
+    writer.close()
+    found = _stored_tensors(path, read_parts(path)[path])
+    assert [family.gguf_name(of.name) for of in found] == [f"h.3.mlp.{number}.up.weight" for number in experts]
+    for tensor, weight in zip(found, experts.values(), strict=True):
+        assert torch.equal(tensor.read(TensorPart((slice(1, 4),)), torch.float32), weight[1:4])

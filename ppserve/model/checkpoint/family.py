@@ -13,6 +13,8 @@ import msgspec
 from ppserve.core.architecture import Architecture
 from ppserve.model.checkpoint.settings import EndOfText
 
+_NUMBER = r"(0|[1-9]\d{0,5})"
+
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):
     """The keys of config.json that are read. These two may also be in generation_config.json. A key without a
@@ -47,7 +49,7 @@ class ModelFamily:
     """Keys that a GGUF must have in addition to `gguf.REQUIRED`, with their names in config.json."""
     names: Mapping[str, tuple[str, str]]
     """The canonical names of tensors (`families.tensor_shapes`), each with the names that Hugging Face and a GGUF
-    use; all without `.weight` and `.bias`."""
+    use; all without `.weight` and `.bias`. In all three `{}` may stand for the number of a part of a layer."""
     layers: str
     """What stands before the number of a layer in Hugging Face's names, as `model.layers.`; `model.` may be
     absent."""
@@ -68,8 +70,11 @@ class ModelFamily:
     def _canonical(self, stored_name: str, layers: str, column: int) -> str | None:
         if re.fullmatch(self.ignored, stored_name):
             return None
-        match = re.fullmatch(rf"({re.escape(layers)}(0|[1-9]\d{{0,5}})\.)?(.+)\.(weight|bias)", stored_name)
-        own = next((own for own, theirs in self.names.items() if match and theirs[column] == match[3]), None)
-        if match is None or own is None:
+        match = re.fullmatch(rf"({re.escape(layers)}{_NUMBER}\.)?(.+)\.(weight|bias)", stored_name)
+        if match is None:
             return stored_name
-        return f"{f'h.{match[2]}.' if match[1] else ''}{own}.{match[4]}"
+        for own, theirs in self.names.items():
+            if (part := re.fullmatch(re.escape(theirs[column]).replace(r"\{\}", _NUMBER), match[3])) is not None:
+                layer = f"h.{match[2]}." if match[1] else ""
+                return f"{layer}{own.format(*part.groups())}.{match[4]}"
+        return stored_name

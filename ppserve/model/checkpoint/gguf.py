@@ -7,6 +7,7 @@ Linear layers are (out, in). Quantized tensors are dequantized when they are rea
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,7 @@ from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredRows,
 
 DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
 TYPES = "F32 F16 BF16 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q2_K Q3_K Q4_K Q5_K Q6_K IQ4_NL IQ4_XS".split()  # noqa: SIM905
+MAX_EXPERTS = 1024
 UNUSED_TOKEN = 5
 """The type of a token that pads the vocabulary."""
 
@@ -225,11 +227,12 @@ def _as_written(value: Any) -> Any:
 
 def _stored_tensors(path: Path, header: GGUFHeader) -> list[StoredTensor]:
     content = np.memmap(path, mode="c")
-    return [_stored(path, content, tensor) for tensor in header.tensors]
+    return [stored for tensor in header.tensors for stored in _stored(path, content, tensor)]
 
 
-def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> StoredTensor:
-    """Return a tensor whose numbers are mapped. Raises CheckpointError if it cannot be read."""
+def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> Iterator[StoredTensor]:
+    """Yield a tensor whose numbers are mapped; of a tensor that has a layer's experts, the matrix of each, whose
+    number follows `_exps` in its name. Raises CheckpointError if it cannot be read."""
     name = next((kind.name for kind in Type if kind == tensor.type), str(tensor.type))
     if name not in TYPES:
         problem = f"has the type {name}; served are {', '.join(TYPES)}"
@@ -246,9 +249,24 @@ def _stored(path: Path, content: np.ndarray[Any, Any], tensor: TensorInfo) -> St
         problem = f"of the shape {shown(tensor.shape)} cannot begin at {place}"
         raise CheckpointError(path, problem, field=shown(tensor.name))
     blocks = content[tensor.offset : end].reshape(*outer, row_bytes)
-    dtype = DTYPES_BY_TYPE.get(tensor.type)
+    stem, experts, kind = tensor.name.rpartition("_exps.")
+    if not experts or len(tensor.shape) != 3:
+        yield _of_type(path, tensor.name, tensor.shape, blocks, tensor.type)
+        return
+    if len(blocks) > MAX_EXPERTS:
+        problem = f"has {len(blocks)} experts; at most {MAX_EXPERTS} are served"
+        raise CheckpointError(path, problem, field=shown(tensor.name))
+    for number, of_expert in enumerate(blocks):
+        yield _of_type(path, f"{stem}_exps.{number}.{kind}", tensor.shape[1:], of_expert, tensor.type)
+
+
+def _of_type(
+    path: Path, name: str, shape: tuple[int, ...], blocks: np.ndarray[Any, Any], kind: int
+) -> StoredTensor:
+    """Return a tensor of these blocks. kind: how GGUF numbers its type."""
+    dtype = DTYPES_BY_TYPE.get(kind)
     if dtype is not None:
-        return StoredTensor(path, tensor.name, tensor.shape, dtype, torch.from_numpy(blocks).view(DTYPES[dtype]))
-    quantized = Quantized(blocks, Type(tensor.type))
-    four_bits = quantized.four_bits if tensor.type in (Type.Q4_0, Type.Q4_1) else None
-    return StoredTensor(path, tensor.name, tensor.shape, "float32", quantized, four_bits=four_bits)
+        return StoredTensor(path, name, shape, dtype, torch.from_numpy(blocks).view(DTYPES[dtype]))
+    quantized = Quantized(blocks, Type(kind))
+    four_bits = quantized.four_bits if kind in (Type.Q4_0, Type.Q4_1) else None
+    return StoredTensor(path, name, shape, "float32", quantized, four_bits=four_bits)

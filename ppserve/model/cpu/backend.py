@@ -48,7 +48,7 @@ from ppserve.model.cpu.kernels.work import OUTPUT, make_work
 from ppserve.model.cpu.kv_cache import CpuCache, CpuInputs, block_bytes
 from ppserve.model.cpu.linear import PackedLinear, PackedWeights
 from ppserve.model.cpu.scratch import ScratchMemory
-from ppserve.model.cpu.sublayers import PlainSublayer, fuse, lm_head, norm_operator
+from ppserve.model.cpu.sublayers import PlainMLP, PlainSublayer, fuse, lm_head, norm_operator
 from ppserve.model.cpu.thread_pool import ThreadPool
 from ppserve.model.loaded import cached, load
 from ppserve.model.sampling import read_logits
@@ -131,7 +131,7 @@ class CpuBackend:
         return PlainSublayer(weights, self._thread_pool)
 
     def mlp(self, weights: MLPWeights[PackedLinear]) -> Sublayer[CpuInputs]:
-        return PlainSublayer(weights, self._thread_pool)
+        return PlainMLP(weights, self._thread_pool, self._scratch)
 
     def fused(self, lines: Sequence[ResidualWeights[PackedLinear]]) -> Sublayer[CpuInputs] | None:
         return fuse(lines, self._thread_pool)

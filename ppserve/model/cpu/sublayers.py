@@ -64,14 +64,32 @@ class PlainSublayer:
         self._first = Jobs(self.job, kept=self.kept)
 
     def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
-        own_Td = self._second(self._inner_rows(x_TD.contiguous(), inputs))
+        own_Td = self._second(self._inner_rows(x_TD.contiguous(), inputs, inputs.step))
         return inputs.gather.all(own_Td, self._columns)
 
-    def _inner_rows(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
-        """Return the inputs of the second product, gathered from all ranks."""
+    def _inner_rows(self, x_TD: torch.Tensor, inputs: CpuInputs, step: int) -> torch.Tensor:
+        """Return the inputs of the second product, gathered from all ranks. step: the address of the table of a
+        step with as many rows."""
         own_Tk = torch.empty(len(x_TD), self._inner.width)
-        self.thread_pool.run(self._first.address, 1, inputs.step, x_TD.data_ptr(), own_Tk.data_ptr(), 0)
+        self.thread_pool.run(self._first.address, 1, step, x_TD.data_ptr(), own_Tk.data_ptr(), 0)
         return inputs.gather.all(own_Tk, self._inner)
+
+
+class PlainMLP(PlainSublayer):
+    """An MLP of any rows: those of a whole step, or some of them."""
+
+    def __init__(self, of: MLPWeights[PackedLinear], thread_pool: ThreadPool, scratch: ScratchMemory) -> None:
+        super().__init__(of, thread_pool)
+        self._scratch = scratch
+
+    def _inner_rows(self, x_TD: torch.Tensor, inputs: CpuInputs, step: int) -> torch.Tensor:
+        if len(x_TD) == inputs.num_rows:
+            return super()._inner_rows(x_TD, inputs, step)
+        scratch, arrays = self._scratch.of_step(len(x_TD))
+        own = as_table(scratch)
+        inner_TK = super()._inner_rows(x_TD, inputs, address(own))
+        del arrays
+        return inner_TK
 
 
 class CpuSublayer(PlainSublayer):
@@ -89,7 +107,7 @@ class CpuSublayer(PlainSublayer):
 
     def __call__(self, x_TD: torch.Tensor, inputs: CpuInputs) -> torch.Tensor:
         x_TD = x_TD.contiguous()
-        inner_TK = self._inner_rows(x_TD, inputs)
+        inner_TK = self._inner_rows(x_TD, inputs, inputs.step)
         own_Td = torch.empty(len(x_TD), self._columns.width, dtype=x_TD.dtype)
         run, x, out = self.thread_pool.run, x_TD.data_ptr(), own_Td.data_ptr()
         run(self._projection.address, 1, inputs.step, x, inner_TK.data_ptr(), out)
@@ -127,10 +145,14 @@ class SharedSublayers:
 
 def fuse(lines: _Lines, thread_pool: ThreadPool) -> LoneSublayers | SharedSublayers | None:
     """Return one call for several residual lines, whose norms and sums are parts of the sublayers' jobs. Return
-    None where a norm follows a sublayer, or a multiplier its result: no job computes that."""
-    if any(line.pre_norm is None or line.post_norm is not None or line.multiplier != 1 for line in lines):
-        return None
-    sublayers = [CpuSublayer(line.of, line.pre_norm, thread_pool) for line in lines]
+    None where a norm follows a sublayer, or a multiplier its result, or where a sublayer is of another kind: no
+    job computes that."""
+    sublayers = []
+    for line in lines:
+        is_plain = line.pre_norm is not None and line.post_norm is None and line.multiplier == 1
+        if not is_plain or not isinstance(line.of, AttentionWeights | MLPWeights):
+            return None
+        sublayers.append(CpuSublayer(line.of, line.pre_norm, thread_pool))
     return SharedSublayers(sublayers) if sublayers[0].has_others else LoneSublayers(sublayers)
 
 

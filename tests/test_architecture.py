@@ -41,7 +41,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.vllm": {"ppserve.vllm", "google.protobuf", "grpc"},
     "ppserve.process": {"ppserve.process", "ppserve.wire", "ppserve.config", "ppserve.errors", "psutil"},
     "ppserve.process.torchrun": {"torch"},
-    "ppserve.grammar": {"ppserve.grammar", "ppserve.errors", "ppserve.process.limited", "llguidance"},
+    "ppserve.grammar": {
+        *("ppserve.grammar", "ppserve.errors", "ppserve.process.limited", "ppserve.process.memory", "llguidance")
+    },
     "ppserve.planning": {"ppserve.planning", "ppserve.core"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.compiled": {"numba", "llvmlite"},

@@ -16,6 +16,7 @@ from ppserve.grammar.state import Grammar
 from ppserve.grammar.structured_output import FormRefused, StructuredOutput
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.process.limited import LimitedProcesses, OutOfMemory, OutOfTime
+from ppserve.process.memory import give_free_memory_back
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -60,8 +61,13 @@ class Grammars:
         # Here, as a process that gets much text holds up this one.
         num_bytes = output.num_bytes()
         processes, library = self._begun()
-        grammar = Grammar(_tried(output, processes), library, num_bytes)
-        self._keep(output.digest(), grammar)
+        try:
+            grammar = Grammar(_tried(output, processes), library, num_bytes)
+        except FormRefused:
+            give_free_memory_back()  # what its texts took
+            raise
+        if self._keep(output.digest(), grammar):
+            give_free_memory_back()
         return grammar
 
     def close(self) -> None:
@@ -87,11 +93,14 @@ class Grammars:
                 self._kept.move_to_end(digest)
             return kept
 
-    def _keep(self, digest: str, grammar: Grammar) -> None:
+    def _keep(self, digest: str, grammar: Grammar) -> int:
+        """Keep a form. Return how many others are kept no more."""
         with self._lock:
             self._kept[digest] = grammar
+            num_before = len(self._kept)
             while len(self._kept) > self._max_entries or self._bytes() > self._max_bytes:
                 self._kept.popitem(last=False)
+            return num_before - len(self._kept)
 
     def _bytes(self) -> int:
         return sum(grammar.source_bytes for grammar in self._kept.values())

@@ -9,7 +9,6 @@ Nothing here is about the process: a stage may as well be a thread.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import logging
 import socket
@@ -28,6 +27,7 @@ from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
 from ppserve.errors import TransportError, UsageError
 from ppserve.model.backend import CachedModel, LoadedModel
 from ppserve.process.identity import this_machine, this_user
+from ppserve.process.memory import give_free_memory_back
 from ppserve.process.network import ONE_HOST, Route
 from ppserve.process.stage_process import StageLine
 from ppserve.stage.connecting import Connector
@@ -155,8 +155,7 @@ class StageLoop:
             checkpoint, send = self._found.checkpoint, self._link.send
             model = setup.backend().load(checkpoint, layout, lambda *of: send(wire.Loading(*of)))
             reason = model.check_determinism(self._start.config.cache.block_size) or setup.untestable_reason
-            with contextlib.suppress(AttributeError):  # glibc keeps what is free
-                ctypes.CDLL(None).malloc_trim(0)
+            give_free_memory_back()
         except Exception as error:
             # The error may be of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 from collections.abc import Iterator
+from contextlib import nullcontext
 
+import psutil
 import pytest
 
 from ppserve.grammar import compiling_process
@@ -13,12 +16,34 @@ from ppserve.grammar.structured_output import MAX_SOURCE_BYTES, FormRefused, Str
 from ppserve.process.limited import OutOfMemory, OutOfTime
 from tests.grammar.words import BYTES, fits
 
+GARBAGE_BYTES = 64 << 20
+
 
 @pytest.fixture
 def grammars() -> Iterator[Grammars]:
     made = Grammars(lambda: BYTES, max_entries=2, max_bytes=100)
     yield made
     made.close()
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="the C library has no malloc_trim")
+@pytest.mark.parametrize(("source", "is_refused"), [("(?=a)", True), ("c", False)])
+def test_memory_returns_once_a_form_is_refused_or_kept_no_more(
+    grammars: Grammars, source: str, is_refused: bool
+) -> None:
+    """The control: freed memory stays with the process while something behind it is held."""
+    for text in "ab":
+        grammars.compile(StructuredOutput("regex", text))
+    process = psutil.Process()
+    garbage = [bytes(2_000) for _ in range(GARBAGE_BYTES // 2_000)]
+    held = bytes(2_000)
+    filled = process.memory_info().rss
+    del garbage
+    assert filled - process.memory_info().rss < GARBAGE_BYTES // 4
+    with pytest.raises(FormRefused) if is_refused else nullcontext():
+        grammars.compile(StructuredOutput("regex", source))
+    assert filled - process.memory_info().rss > GARBAGE_BYTES // 2
+    assert held
 
 
 async def test_a_form_is_compiled_once(grammars: Grammars, monkeypatch: pytest.MonkeyPatch) -> None:

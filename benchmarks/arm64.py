@@ -78,7 +78,8 @@ def make_debian(folder: Path, mirror: Sequence[str]) -> None:
     made = folder / "unfinished"
     shutil.rmtree(made, ignore_errors=True)
     command = ["debootstrap", "--arch=arm64", "--variant=minbase", f"--include={PACKAGES}", "--download-only"]
-    subprocess.run([*command, "bookworm", str(made), *mirror], check=True, timeout=WITHIN_S)
+    command += ["bookworm", str(made), *mirror]
+    subprocess.run(command, stdout=subprocess.DEVNULL, check=True, timeout=WITHIN_S)
     for name in ("bin", "sbin", "lib"):
         (made / "usr" / name).mkdir(parents=True)
         (made / name).symlink_to(f"usr/{name}")

@@ -226,10 +226,12 @@ class Metrics:
         self._http = counter("ppserve_http_requests", http_text, ["path", "status"])
         log_text = "Lines of the head's log that nobody read, or a full disk did not take."
         self.log_lines_dropped = counter("ppserve_log_lines_dropped", log_text).inc
+        self._pipelines = _PipelineCollector(num_replicas)
+        self.registry.register(self._pipelines)
 
     def read_pipelines(self, read: ReadPipelines) -> None:
         """Add the ledger's metrics, and what runs where. read: each scrape calls it once, for all replicas."""
-        self.registry.register(_PipelineCollector(read))
+        self._pipelines.read = read
 
     def page(self) -> Page:
         return Page(CONTENT_TYPE_LATEST, generate_latest(self.registry))
@@ -280,19 +282,29 @@ def _latency(histogram: Histogram) -> dict[str, list[float]]:
 
 
 class _PipelineCollector(Collector):
-    """The ledger of all stages, and what runs where, from one reading per scrape: layers may be divided anew."""
+    """The ledger of all stages, what runs where and which replicas serve, from one reading per scrape: layers may
+    be divided anew."""
 
-    def __init__(self, read: ReadPipelines) -> None:
-        self._read = read
+    def __init__(self, num_replicas: int) -> None:
+        self._num_replicas = num_replicas
+        self.read: ReadPipelines = tuple  # until the pipelines have formed there is nothing to read
 
     def describe(self) -> Iterable[Metric]:
         return self._families(())
 
     def collect(self) -> Iterable[Metric]:
-        return self._families(self._read())
+        return self._families(self.read())
 
     def _families(self, readings: Sequence[ReplicaReading]) -> tuple[Metric, ...]:
-        return (*_ledger([reading.times for reading in readings]), _stage_info(describe_stages(readings)))
+        ledger, info = _ledger([reading.times for reading in readings]), _stage_info(describe_stages(readings))
+        return (*ledger, info, self._serving(readings))
+
+    def _serving(self, readings: Sequence[ReplicaReading]) -> Metric:
+        text = "1 while all stages of a replica are there, so that it answers; else 0."
+        serving = GaugeMetricFamily("ppserve_serving", text, labels=["replica"])
+        for replica in range(self._num_replicas):
+            serving.add_metric([str(replica)], float(bool(readings) and readings[replica].serves))
+        return serving
 
 
 def _ledger(replicas: Sequence[Sequence[StageTimes]]) -> tuple[Metric, ...]:

@@ -46,6 +46,7 @@ CONTRACT = {
     "ppserve_requests_running": "gauge",
     "ppserve_requests_waiting": "gauge",
     "ppserve_kv_usage_ratio": "gauge",
+    "ppserve_serving": "gauge",
     "ppserve_stage_restarts_total": "counter",
     "ppserve_http_requests_total": "counter",
     "ppserve_log_lines_dropped_total": "counter",
@@ -162,6 +163,18 @@ def test_every_tensor_rank_of_every_replica_has_its_row():
     assert seen.total("ppserve_stage_info", stage="0") == 4
     assert seen.total("ppserve_stage_info", replica="1", rank="3", host="host1", params="490", device="cpu") == 1
     assert seen.total("ppserve_build_info", version="0.1.0", model="tiny", dtype="float32") == 1
+
+
+def test_whether_each_replica_serves_is_a_gauge_also_before_its_pipeline_has_formed() -> None:
+    metrics = Metrics(1, num_replicas=2)
+
+    def serving() -> list[float]:
+        return [read(metrics)("ppserve_serving", replica=str(replica)) for replica in range(2)]
+
+    assert serving() == [0, 0]
+    readings = [replace(READING, replica=number, serves=serves) for number, serves in enumerate((True, False))]
+    metrics.read_pipelines(lambda: readings)
+    assert serving() == [1, 0]
 
 
 def test_where_layers_are_divided_anew_the_rows_of_before_end() -> None:

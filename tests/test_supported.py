@@ -96,3 +96,8 @@ def test_the_versions_are_those_of_the_package() -> None:
     allowed = SpecifierSet(PROJECT["requires-python"])
     minors = [minor for minor in range(40) if f"3.{minor}" in allowed]
     assert (minors[0], minors[-1]) == (supported.FIRST[1], supported.LAST[1])
+
+
+def test_make_asks_before_it_makes_an_environment() -> None:
+    rule = (ROOT / "Makefile").read_text().partition("$(VENV)/.ready: ")[2].splitlines()
+    assert rule[1] == "\t$(PYTHON) -m ppserve.supported"

@@ -269,7 +269,7 @@ BUDGET = {
     "ppserve/head/observe/*.py": 985,
     "ppserve/model/*.py": 2_120,
     "ppserve/model/compiled/*.py": 760,
-    "ppserve/model/cpu/**/*.py": 4_000,
+    "ppserve/model/cpu/**/*.py": 4_100,
     "ppserve/model/cuda/*.py": 1_435,
     "ppserve/model/checkpoint/*.py": 2_000,
     "ppserve/tokenizer/*.py": 960,

@@ -9,6 +9,7 @@ ones by their ids.
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -168,22 +169,29 @@ def _weights(scores_V, most, temperature):
     return weights_V
 
 
-@inlined
-def _bin_of(score, most, bins_per_unit):
-    return int((most - score) * bins_per_unit)
+class _Bins(NamedTuple):
+    """Equal ranges of scores. The greatest score, `most`, is in bin 0."""
+
+    most: float
+    per_unit: float
+    """How many bins a unit of score has."""
 
 
 @inlined
-def _bins_per_unit(scores_V, most):
-    """Return the number of bins per unit of score, if all bins are spread over the finite scores. The greatest
-    score is in bin 0."""
+def _bin_of(score, bins):
+    return int((bins.most - score) * bins.per_unit)
+
+
+@inlined
+def _bins_over(scores_V, most):
+    """Return bins that are spread over all finite scores. most: the greatest score."""
     least = splat(most)
     for i in range(0, len(scores_V), 16):
         here = _load_or(scores_V, i, _LEAST)
         finite = where_greater(here, splat(_LEAST), here, least)
         least = where_greater(least, finite, finite, least)
     span = np.float64(most) + np.float64(max_lanes(splat(np.float32(0)) - least))
-    return (_BINS - 1) / span if span > 0 else 0.0
+    return _Bins(most=np.float64(most), per_unit=(_BINS - 1) / span if span > 0 else 0.0)
 
 
 @inlined
@@ -208,25 +216,25 @@ def sort_by_score(scores_V, ids, held):
 
 
 @inlined
-def _members(scores_V, least, wanted_bin, most, bins_per_unit):
+def _members(scores_V, least, wanted_bin, bins):
     """Return, by rank, the ids in one bin whose scores are at least `least`."""
     ids, held = np.empty(len(scores_V), np.int64), 0
     for i in range(len(scores_V)):
         is_left = scores_V[i] >= least and scores_V[i] > _LEAST
-        if is_left and _bin_of(np.float64(scores_V[i]), most, bins_per_unit) == wanted_bin:
+        if is_left and _bin_of(np.float64(scores_V[i]), bins) == wanted_bin:
             ids[held] = i
             held += 1
     return sort_by_score(scores_V, ids, held)[:held]
 
 
 @inlined
-def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
+def _last_within(scores_V, weights_V, least, count, share, bins):
     """Return where a rank-ordered set ends: its last id. The set has the first `count` ids with scores of at least
     `least`. If count is 0, it has as many of them as are needed to reach this share of their weight."""
     sums = np.zeros(_BINS, np.float64)
     for i in range(len(scores_V)):
         if scores_V[i] >= least and scores_V[i] > _LEAST:
-            sums[_bin_of(np.float64(scores_V[i]), most, bins_per_unit)] += np.float32(1) if count else weights_V[i]
+            sums[_bin_of(np.float64(scores_V[i]), bins)] += np.float32(1) if count else weights_V[i]
     limit = np.float64(count)
     for b in range(_BINS):
         limit += share * sums[b]
@@ -238,7 +246,7 @@ def _last_within(scores_V, weights_V, least, count, share, most, bins_per_unit):
             break
         above += sums[b]
     last = -1
-    for i in _members(scores_V, least, last_bin, most, bins_per_unit):
+    for i in _members(scores_V, least, last_bin, bins):
         if last >= 0 and above >= limit:
             break
         last = i
@@ -256,11 +264,11 @@ def draw(scores_V: Floats, temperature: np.float32, top_k: int, top_p: float, mi
     weights_V = _weights(scores_V, most, temperature)
     least, last = _LEAST, len(scores_V)
     if 0 < top_k < len(scores_V) or top_p < 1:
-        bins = np.float64(most), _bins_per_unit(scores_V, most)
+        bins = _bins_over(scores_V, most)
         if 0 < top_k < len(scores_V):
-            least = scores_V[_last_within(scores_V, weights_V, least, top_k, 0.0, *bins)]
+            least = scores_V[_last_within(scores_V, weights_V, least, top_k, 0.0, bins)]
         if top_p < 1:
-            last = _last_within(scores_V, weights_V, least, 0, top_p, *bins)
+            last = _last_within(scores_V, weights_V, least, 0, top_p, bins)
             least = scores_V[last]
     for i in range(len(scores_V)):
         if scores_V[i] < least or (scores_V[i] == least and i > last) or weights_V[i] < min_p:

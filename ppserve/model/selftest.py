@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -39,16 +40,22 @@ _MOST_PROBE_OUTPUTS = 4096
 # Rows of the sequences. The first is so long that threads share it. One more is added where a step has room for
 # it.
 _LENGTHS = (130, 41, 7)
-# (sequence, first position, rows): a slice of a step.
-_Part = tuple[int, int, int]
 
 
-def _in_chunks(sequence: int, chunk: int) -> list[list[_Part]]:
+class _PromptSlice(NamedTuple):
+    """A slice of a step: consecutive rows of one of the sequences, by its number."""
+
+    sequence: int
+    start: int
+    num_rows: int
+
+
+def _in_chunks(sequence: int, chunk: int) -> list[list[_PromptSlice]]:
     length = _LENGTHS[sequence]
-    return [[(sequence, start, min(chunk, length - start))] for start in range(0, length, chunk)]
+    return [[_PromptSlice(sequence, start, min(chunk, length - start))] for start in range(0, length, chunk)]
 
 
-def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
+def _ways(whole: Sequence[_PromptSlice]) -> dict[str, list[list[_PromptSlice]]]:
     """Return ways to compute prompts in steps. Each must give the same rows as each prompt whole and alone."""
     return {
         "token by token": _in_chunks(1, 1),
@@ -56,8 +63,8 @@ def _ways(whole: Sequence[_Part]) -> dict[str, list[list[_Part]]]:
         "in chunks of 64": _in_chunks(0, 64),
         "in one step with others": [list(whole)],
         "ending in a step of decodes": [
-            [(number, 0, length - 1) for number, _, length in whole],
-            [(number, length - 1, 1) for number, _, length in whole],
+            [_PromptSlice(each.sequence, 0, each.num_rows - 1) for each in whole],
+            [_PromptSlice(each.sequence, each.num_rows - 1, 1) for each in whole],
         ],
     }
 
@@ -130,9 +137,9 @@ def _check_linear(
     probe = stage.backend.linear(MatrixInMemory(weight_NK), None, is_probe=True)
     half_TK, last_T1 = x_TK[:, :half], x_TK[:, 2 * half :]
     x_of_probe_TK = torch.cat([half_TK, half_TK, last_T1], dim=1)
-    where = stage.backend.device, stage.backend.precision.compute
-    return _compare_rows(linear, x_TK.to(*where), row_counts) or _compare_rows(
-        probe, x_of_probe_TK.to(*where), row_counts
+    device, dtype = stage.backend.device, stage.backend.precision.compute
+    return _compare_rows(linear, x_TK.to(device, dtype), row_counts) or _compare_rows(
+        probe, x_of_probe_TK.to(device, dtype), row_counts
     )
 
 
@@ -167,8 +174,8 @@ def _check_layer(
     lengths = (*_LENGTHS, most - sum(_LENGTHS)) if most > sum(_LENGTHS) else _LENGTHS
     prompts_TD = [_hidden(stage, length, generator) for length in lengths]
     through_layer = partial(_through_layer, stage, sublayers, block_size, prompts_TD)
-    whole = [(number, 0, length) for number, length in enumerate(lengths)]
-    alone_TD = [through_layer([[part]])[part[0]] for part in whole]
+    whole = [_PromptSlice(number, 0, length) for number, length in enumerate(lengths)]
+    alone_TD = [through_layer([[part]])[part.sequence] for part in whole]
     for way, steps in _ways(whole).items():
         for number, rows_TD in through_layer(steps).items():
             if not torch.equal(rows_TD, alone_TD[number]):
@@ -181,7 +188,7 @@ def _through_layer(
     sublayers: Sequence[Sublayer[Inputs]],
     block_size: int,
     prompts_TD: Sequence[torch.Tensor],
-    steps: Iterable[Sequence[_Part]],
+    steps: Iterable[Sequence[_PromptSlice]],
 ) -> dict[int, torch.Tensor]:
     """Compute these sublayers with a cache of their own. Return the rows of each sequence, by its number."""
     tables, num_blocks = [], 0
@@ -192,14 +199,14 @@ def _through_layer(
     cache = _cache(stage, num_blocks, block_size)
     done: dict[int, list[torch.Tensor]] = {}
     for parts in steps:
-        rows_TD = torch.cat([prompts_TD[number][at : at + count] for number, at, count in parts])
-        slices = tuple(Slice(number, start, (0,) * count, tables[number]) for number, start, count in parts)
+        rows_TD = torch.cat([prompts_TD[of.sequence][of.start : of.start + of.num_rows] for of in parts])
+        slices = tuple(Slice(of.sequence, of.start, (0,) * of.num_rows, tables[of.sequence]) for of in parts)
         inputs = build_inputs(StepPlan(0, 0, 0, slices), stage.layout, cache)
         for sublayer in sublayers:
             rows_TD = sublayer(rows_TD, inputs)
-        each_TD = torch.split(rows_TD, [count for _, _, count in parts])
-        for (number, _, _), part_TD in zip(parts, each_TD, strict=True):
-            done.setdefault(number, []).append(part_TD)
+        each_TD = torch.split(rows_TD, [of.num_rows for of in parts])
+        for of, part_TD in zip(parts, each_TD, strict=True):
+            done.setdefault(of.sequence, []).append(part_TD)
     return {number: torch.cat(parts_TD) for number, parts_TD in done.items()}
 
 

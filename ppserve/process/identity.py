@@ -1,5 +1,4 @@
-"""On which machine and as which user a process runs, so that other processes can compare, and the name that it
-shows."""
+"""A process's machine and user, which other processes compare with their own, and the name that it shows."""
 
 from __future__ import annotations
 

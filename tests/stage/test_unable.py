@@ -51,7 +51,7 @@ def test_a_stage_that_cannot_read_weights_waits_for_other_layers() -> None:
 
 
 class FailingGpu(CudaBackend):
-    """On which the self-test, the cache or recording fails. at: which of them."""
+    """A GPU on which the self-test, the cache or recording fails. at: which of them."""
 
     at, error = "", Exception()
 

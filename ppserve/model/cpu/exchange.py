@@ -71,8 +71,8 @@ class MemoryGather:
         """Return all ranks' columns of some rows. own_Tn: this rank's; they fit into a buffer."""
         whole_TN = torch.empty(len(own_Tn), cut.size, dtype=own_Tn.dtype)
         widths = np.array(cut.widths, np.int64)
-        rows = own_Tn.data_ptr(), own_Tn.nbytes, address(widths), own_Tn.itemsize, len(own_Tn)
-        kernels.exchange(self._address, *rows, whole_TN.data_ptr())
+        own, whole = own_Tn.data_ptr(), whole_TN.data_ptr()
+        kernels.exchange(self._address, own, len(own_Tn), own_Tn.itemsize, address(widths), whole)
         if self._side[kernels.IS_LOST]:
             raise TransportError("a tensor rank of this stage is gone")
         return whole_TN

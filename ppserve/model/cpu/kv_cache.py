@@ -97,17 +97,34 @@ class CpuCache:
         )
 
     def inputs(self, rows: StepRows, gather: Gather) -> CpuInputs:
-        here, step = torch.from_numpy, self._step_table(rows)
-        arrays = here(rows.token_ids_T), here(rows.positions_T), here(rows.read_rows)
-        return CpuInputs(rows, *arrays, gather, *step)
+        step, kept = self._step_table(rows)
+        return CpuInputs(
+            rows=rows,
+            token_ids_T=torch.from_numpy(rows.token_ids_T),
+            positions_T=torch.from_numpy(rows.positions_T),
+            read_rows_R=torch.from_numpy(rows.read_rows),
+            gather=gather,
+            step=step,
+            kept=kept,
+        )
 
     def _step_table(self, rows: StepRows) -> tuple[int, tuple[object, ...]]:
         arrays = rows.slots_T, rows.first_row_S, rows.num_rows_S, rows.start_S, rows.tables, rows.table_begin_S
         together = np.concatenate(arrays)
-        *places, _ = accumulate((array.nbytes for array in arrays), initial=address(together))
+        places = accumulate((array.nbytes for array in arrays), initial=address(together))
+        slots, first_row, num_rows, start, tables, table_begin, _ = places
         rotations_RTd = rotations_of(self._rotary_tables, rows.positions_T)
-        rotations = 0 if rotations_RTd is None else address(rotations_RTd)
-        slices = StepSlices(len(rows.slots_T), len(rows.start_S), rotations, *places)
+        slices = StepSlices(
+            num_rows=len(rows.slots_T),
+            num_slices=len(rows.start_S),
+            rotations=0 if rotations_RTd is None else address(rotations_RTd),
+            slots=slots,
+            first_row=first_row,
+            rows=num_rows,
+            start=start,
+            tables=tables,
+            table_begin=table_begin,
+        )
         most_positions = int((rows.start_S + rows.num_rows_S).max())
         scratch, scratch_arrays = self._scratch.of_step(slices.num_rows)
         attention, attention_arrays = self._scratch.of_attention(self._kind, self._shape, most_positions)

@@ -61,15 +61,15 @@ def _copy_bytes(typing, to, source, count):
 
 
 @kernel
-def exchange(side, rows, num_bytes, widths, element_bytes, num_rows, whole) -> None:
+def exchange(side, rows, num_rows, element_bytes, widths, whole) -> None:
     """Put the rows of all ranks side by side at `whole`. If a rank is lost, IS_LOST is set instead. rows: this
-    rank's, `num_bytes` in all. widths: the address of int64 numbers, which say how many numbers a row of each rank
-    has."""
+    rank's. widths: the address of int64 numbers, which say how many numbers a row of each rank has."""
     if load_int(side, IS_LOST):
         return
     lines, count, turn = load_int(side, LINES), load_int(side, NUM_RANKS), load_int(side, TURN)
     buffers = load_int(side, BUFFERS) + turn % 2 * BUFFER_BYTES
-    _copy_bytes(buffers + 2 * load_int(side, RANK) * BUFFER_BYTES, rows, num_bytes)
+    own_bytes = num_rows * load_int(widths, load_int(side, RANK)) * element_bytes
+    _copy_bytes(buffers + 2 * load_int(side, RANK) * BUFFER_BYTES, rows, own_bytes)
     store_int(side, TURN, turn + 1)
     own_line = lines + LINE_BYTES * load_int(side, RANK)
     add_shared(own_line, 1)

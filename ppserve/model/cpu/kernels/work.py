@@ -171,9 +171,11 @@ def attend_heads(attention, table, step, out, job_queue, thread, num_threads):
     num_queries = cache.num_heads * cache.queries_per_kv_head
     first, end = _partition(context, num_queries, 1)
     first_kv, end_kv = _partition(context, cache.num_heads, 1)
-    first_cell, scale = load_int(table, 0) * cache.layer_cells, load_one(table + 8, 0)
-    rows = scratch.y, 4 * qkv.outputs, out, 4 * num_queries * cache.head_size
-    heads = Heads(*rows, first, end, first_kv, end_kv, first_cell, scale, load_int(table, 3))
+    heads = Heads(
+        qkv=scratch.y, qkv_stride=4 * qkv.outputs, out=out, out_stride=4 * num_queries * cache.head_size,
+        first=first, end=end, first_kv=first_kv, end_kv=end_kv, first_cell=load_int(table, 0) * cache.layer_cells,
+        scale=load_one(table + 8, 0), window=load_int(table, 3),
+    )  # fmt: skip
     if load_int(table, 4):
         rotations = slices.rotations + 4 * load_int(table, 5) * slices.num_rows * cache.head_size
         rotate_heads(cache, slices, heads, rotations)
@@ -395,5 +397,4 @@ def make_work(product: MicroKernel, head: MicroKernel, attention: AttentionKerne
     of_product = ForSettings(multiply_rows, product)
     of_head = of_product if head == product else ForSettings(multiply_rows, head)
     attend_with = ForSettings(attend_heads, attention)
-    settings = product, head, stored, Storage("float32")
-    return ForSettings(work, *settings, calls=(of_product, of_head, attend_with))
+    return ForSettings(work, product, head, stored, Storage("float32"), calls=(of_product, of_head, attend_with))

@@ -31,6 +31,7 @@ from ppserve.bench.summary import Summary, render_table, summarize
 from ppserve.cli.client import CONNECTION, connection
 from ppserve.cli.main import say
 from ppserve.cli.types import COUNT, POSITIVE, Parsed, Whole
+from ppserve.core.figures import counted
 from ppserve.errors import ConfigError
 
 _LENGTHS = Parsed("n|uniform:n:n", Lengths.parse)
@@ -112,9 +113,10 @@ async def _run(flags: dict[str, Any]) -> Measurement:
     async with Caller(**connection(flags), timeout_s=flags["timeout_s"]) as caller:
         served = await introduce(caller, flags["target"])
         workload = _workload(flags, served)
-        if num_warm_up:
-            await warm_up(caller, workload, num_warm_up, callers)
         report = _report if sys.stderr.isatty() else lambda line: None
+        if num_warm_up:
+            report(f"warming up with {counted(num_warm_up, 'request')}")
+            await warm_up(caller, workload, num_warm_up, callers)
         return await measure(caller, served, workload, load, _until(flags, load), report)
 
 

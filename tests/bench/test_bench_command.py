@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
@@ -46,6 +48,19 @@ def test_an_interrupted_run_reports_what_was_answered() -> None:
     assert "Interrupted" in output
     assert "Failed requests:                         0" in output
     assert re.search(r"Successful requests: +[1-9]", output)
+
+
+@pytest.mark.slow
+def test_on_a_terminal_it_says_that_it_warms_up() -> None:
+    terminal, theirs = pty.openpty()
+    try:
+        with served_in_thread(FakeEngine()) as target:
+            command = [sys.executable, "-m", "ppserve", "bench", "--target", target, *SMALL, "--requests", "1"]
+            subprocess.run(command, stdout=subprocess.DEVNULL, stderr=theirs, check=True)
+        assert os.read(terminal, 4096).startswith(b"warming up with 16 requests")
+    finally:
+        os.close(terminal)
+        os.close(theirs)
 
 
 def test_failures_are_counted_and_named() -> None:

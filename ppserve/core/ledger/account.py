@@ -260,7 +260,7 @@ class TimeAccount:
             return list(cut(start, now_ns, [(now_ns, kind if timeline.demand else IDLE)]))
         before = head.step.stamps(stage - 1) if stage else None
         here = before.ended if before else head.step.sent_ns if stage == 0 else now_ns
-        return list(cut(start, now_ns, [(here, waiting), (now_ns, head.step.plan.phase)]))
+        return list(cut(start, now_ns, [(here, waiting), (now_ns, head.step.phase)]))
 
     # ---- settling ----
 
@@ -309,11 +309,11 @@ class TimeAccount:
         unsettled.visits[stage] = StageVisit(wait, begun, ended)
         if stage == 0:
             unsettled.trigger = None  # otherwise each step would keep all earlier ones in memory
-        plan = unsettled.step.plan
+        step = unsettled.step
         result = unsettled.step.result(stage)
         computed = ended - (result.gathered_ns if result else 0)
-        for span in (*wait, *cut(begun, ended, [(computed, plan.phase), (ended, GATHER)])):
-            self._settle(stage, span, plan.step_id)
+        for span in (*wait, *cut(begun, ended, [(computed, step.phase), (ended, GATHER)])):
+            self._settle(stage, span, step.plan.step_id)
         timeline.cursor = ended
         timeline.sent = stamps.sent
 

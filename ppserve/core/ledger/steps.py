@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
@@ -49,6 +50,15 @@ class Step:
         self.fills_slots = fills_slots  # whether as many steps were then in flight as there are slots
         self.returned_ns: int | None = None  # when the head had the last stage's result
         self._results: list[StepResult | None] = [None] * num_stages
+
+    @cached_property
+    def phase(self) -> str:
+        """See `StepPlan.phase`. Like `num_tokens` it depends on every slice, and is asked for several times."""
+        return self.plan.phase
+
+    @cached_property
+    def num_tokens(self) -> int:
+        return self.plan.num_tokens
 
     @property
     def is_complete(self) -> bool:
@@ -122,7 +132,7 @@ class Steps:
             self.num_in_flight -= 1
         if step.is_complete:
             del self._steps[result.step_id]
-        self._row_ns = max(self._row_ns, result.computed_ns / step.plan.num_tokens)
+        self._row_ns = max(self._row_ns, result.computed_ns / step.num_tokens)
         return step
 
     def lost(self) -> None:
@@ -138,16 +148,18 @@ class Steps:
         """Return the id of the oldest step and the first stage that owes it, if no stage has reported anything for
         longer than that step's deadline; else None."""
         oldest = next(iter(self._steps.values()), None)
-        if oldest is None or now_ns - self._progress_ns <= self._deadline_ns(oldest.plan):
+        waited_ns = now_ns - self._progress_ns
+        # The rows of a step are not counted in every turn: no deadline is shorter than the least.
+        if oldest is None or waited_ns <= _LEAST_DEADLINE_NS or waited_ns <= self._deadline_ns(oldest):
             return None
         return oldest.plan.step_id, oldest.first_owing()
 
-    def _deadline_ns(self, plan: StepPlan) -> float:
+    def _deadline_ns(self, step: Step) -> float:
         """Return how long a stage may take for a step. It is STEP_DEADLINE_NS while the cost of a row is
         unknown."""
         if not self._row_ns:
             return STEP_DEADLINE_NS
-        return min(STEP_DEADLINE_NS, _LEAST_DEADLINE_NS + _DEADLINE_FACTOR * plan.num_tokens * self._row_ns)
+        return min(STEP_DEADLINE_NS, _LEAST_DEADLINE_NS + _DEADLINE_FACTOR * step.num_tokens * self._row_ns)
 
 
 def _transfer(sent: StepResult, received: StepResult) -> Transfer:

@@ -73,7 +73,7 @@ class Speculation:
 
     def may_draft(self, num_running: int) -> bool:
         """Return whether tokens may be drafted while so many sequences run."""
-        return self._forced is not None or num_running <= self._most_sequences
+        return num_running <= self._most_sequences if self._forced is None else self._forced > 0
 
     def draft(
         self, sequence: Sequence, running: Mapping[int, Sequence], max_rows: int = MAX_DRAFT_TOKENS

@@ -176,12 +176,12 @@ class StepMetrics(StepObserver):
             family.labels(replica)
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
-        self._tokens[replica][step.plan.phase].observe(step.plan.num_tokens)
+        self._tokens[replica][step.phase].observe(step.num_tokens)
 
     def on_step_reported(self, replica: int, step: Step, stage: int) -> None:
         stamps = step.stamps(stage)
         assert stamps is not None
-        self._step[replica][stage][step.plan.phase].observe((stamps.ended - stamps.begun) / 1e9)
+        self._step[replica][stage][step.phase].observe((stamps.ended - stamps.begun) / 1e9)
         for transfer in step.transfers(stage):
             self._transfer[replica][transfer.sender].observe(transfer.waited_ns / 1e9)
             self._transfer_bytes[replica][transfer.sender].inc(transfer.num_bytes)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Sequence
-from functools import cache
 from operator import itemgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from ppserve.grammar.limits import parser_limits
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed
@@ -171,12 +171,16 @@ class GrammarFilter:
         return near.matcher
 
 
-@cache
+_of_thread = threading.local()
+
+
 def _executor() -> LLExecutor:
-    """Return what computes masks together, in a thread of its own."""
+    """Return what computes this thread's masks together, in one more thread; slow ones hold up no other's."""
     from llguidance import LLExecutor
 
-    return LLExecutor(num_threads=1)
+    if not hasattr(_of_thread, "executor"):
+        _of_thread.executor = LLExecutor(num_threads=1)
+    return cast("LLExecutor", _of_thread.executor)
 
 
 def _checked(bits: bytes, matcher: LLMatcher) -> bytes:

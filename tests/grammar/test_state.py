@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ppserve.grammar import limits, state
-from ppserve.grammar.state import Grammar, GrammarFilter
+from ppserve.grammar.state import Grammar, GrammarFilter, _executor
 from ppserve.grammar.structured_output import GrammarFailed, StructuredOutput
 from ppserve.grammar.translating import translate
 from ppserve.grammar.vocabulary import Vocabulary
@@ -140,6 +141,12 @@ def test_a_schema_may_have_many_properties_that_are_not_required() -> None:
     for length in range(0, len(answer), 41):
         assert answer[length] in allowed(form.allowed(answer[:length]))
     assert form.is_complete(answer)
+
+
+def test_threads_that_make_masks_together_do_not_wait_for_each_other() -> None:
+    with ThreadPoolExecutor(1) as other:
+        assert _executor() is _executor()
+        assert other.submit(_executor).result() is not _executor()
 
 
 def test_no_token_that_the_model_has_may_continue() -> None:

@@ -112,8 +112,9 @@ def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
 
 
 def make_masks(asked: Seq[tuple[Any, Seq[int]]]) -> list[Mask | RequestError]:
-    """Return, for `JointFilter`s of one kind, what `make_mask` returns or raises."""
-    found = asked[0][0].allowed_together(asked) if asked else ()
+    """Return, for one or more `JointFilter`s of one kind, what `make_mask` returns or raises as AnswerImpossible.
+    Raises what else a filter raises: then one of them is at fault."""
+    found = asked[0][0].allowed_together(asked)
     return [AnswerImpossible(str(each)) if isinstance(each, PpserveError) else Mask(each) for each in found]
 
 

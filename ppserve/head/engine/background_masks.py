@@ -77,6 +77,7 @@ class _Batch:
         for kind, of_kind in kinds.items():
             size = 1 if kind is None else MAX_TOGETHER
             self._chunks.extend(of_kind[i : i + size] for i in range(0, len(of_kind), size))
+        self.requests.clear()  # a mask that is kept keeps its batch, which must not keep other requests' forms
 
     @property
     def num_chunks(self) -> int:
@@ -237,12 +238,17 @@ def make_wanted(requests: Sequence[BackgroundMasks]) -> None:
 
 
 def _made(asked: Sequence[tuple[BackgroundMasks, _Wanted]]) -> Sequence[Mask | RequestError]:
-    if len(asked) != 1:
-        return make_masks([(request.token_filter, wanted.output_ids) for request, wanted in asked])
-    ((request, wanted),) = asked
+    filters = [(request.token_filter, wanted.output_ids) for request, wanted in asked]
+    if len(filters) > 1:
+        with suppress(Exception):  # one of them is at fault, which the others must not suffer for
+            return make_masks(filters)
+    return [_made_alone(*each) for each in filters]
+
+
+def _made_alone(token_filter: TokenFilter, output_ids: Sequence[int]) -> Mask | RequestError:
     try:
-        return [make_mask(request.token_filter, wanted.output_ids)]
+        return make_mask(token_filter, output_ids)
     except RequestError as error:
         if isinstance(error, RequestFailed):
             log.error("a token filter failed", exc_info=error.__cause__)
-        return [error]
+        return error

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
+import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -11,7 +14,7 @@ import pytest
 
 from ppserve.core.request import FinishReason
 from ppserve.core.scheduling.token_filter import Mask
-from ppserve.errors import AnswerImpossible, PpserveError
+from ppserve.errors import AnswerImpossible, PpserveError, RequestFailed
 from ppserve.grammar.state import GrammarFilter
 from ppserve.head.engine.background_masks import (
     ALONE,
@@ -189,6 +192,50 @@ def test_requests_whose_masks_were_slow_together_are_asked_alone_for_a_while(thr
             assert masks.kind is None
             masks.note_made(wanted, Mask(b"\xff"), SLOW_S / 2, num_together=1)
         assert not masks.is_slow
+
+
+def test_the_masks_of_a_request_do_not_keep_the_forms_of_others(threads: MaskThreads) -> None:
+    grammar, open_ones = compiled("regex", "a*"), deque[BackgroundMasks](maxlen=2)
+    all_of_them = list[weakref.ref[BackgroundMasks]]()
+    for step in range(12):
+        open_ones.append(BackgroundMasks(GrammarFilter(grammar), threads))
+        all_of_them.append(weakref.ref(open_ones[-1]))
+        for each in open_ones:
+            each.ask((ord("a"),) * step)
+        assert threads.wait(LIMIT_S)
+    del each
+    threads.close()
+    for thread in threading.enumerate():
+        if thread.name.startswith("mask"):
+            thread.join(LIMIT_S)
+    gc.collect()
+    assert sum(kept() is not None for kept in all_of_them) == len(open_ones)
+
+
+@dataclass
+class Faulty:
+    """A filter that is asked together with others; some fail."""
+
+    error: Exception | None = None
+
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        if self.error is not None:
+            raise self.error
+        return b"\xff"
+
+    @staticmethod
+    def allowed_together(asked: Sequence[tuple[Faulty, Sequence[int]]]) -> list[bytes | PpserveError]:
+        return [each.allowed(output_ids) for each, output_ids in asked]
+
+
+def test_a_filter_that_fails_among_others_ends_its_own_request_alone(threads: MaskThreads) -> None:
+    filters = [Faulty(), Faulty(ValueError("a fault")), Faulty()]
+    sources = [BackgroundMasks(each, threads) for each in filters]
+    assert {each.kind for each in sources} == {Faulty}, "they are asked together"
+    first, failed, last = [each.ask(()) for each in sources]
+    assert threads.wait(LIMIT_S)
+    assert first.made == last.made == Mask(b"\xff")
+    assert isinstance(failed.made, RequestFailed)
 
 
 def test_rules_that_are_no_forms_are_asked_alone(threads: MaskThreads) -> None:

@@ -76,7 +76,7 @@ def probe_and_measure(
     tell(f"fetching {path}, unless it is here" if is_on_hub(path) else "opening the model")
     found = probe(config, environment)
     found.setup.bind_this_thread()
-    kept = f"first start only, kept in {_with_tilde(kernel_directory(os.environ).parent)}"
+    kept = f"first start only, kept in {with_tilde(kernel_directory(os.environ).parent)}"
     found.setup.backend().compile(lambda which, count: tell(f"compiling kernels, {which} of {count} ({kept})"))
     tell("measuring layers")
     grid = config.pipeline.grid(environment.world_size)
@@ -84,9 +84,11 @@ def probe_and_measure(
     return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.setup))
 
 
-def _with_tilde(path: Path) -> str:
+def with_tilde(path: Path) -> str:
+    """Return a path in words of one line, with `~` for the user's home. Its name need not be text."""
     home = os.path.expanduser("~")
-    return str(path).replace(home, "~", 1) if path.is_relative_to(home) else str(path)
+    text = str(path).replace(home, "~", 1) if path.is_relative_to(home) else str(path)
+    return text if text.isprintable() else ascii(text)
 
 
 def measure_costs(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections import Counter
 from dataclasses import replace
@@ -18,7 +19,7 @@ from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.checkpoint.tensors import FileCheckpoint
 from ppserve.model.cuda.backend import DeviceOptions
 from ppserve.stage.device import DeviceSetup
-from ppserve.stage.probe import measure_costs, part_costs
+from ppserve.stage.probe import measure_costs, part_costs, with_tilde
 
 pytestmark = pytest.mark.slow
 
@@ -94,3 +95,10 @@ class Recording(FileCheckpoint):
 def test_a_measurement_reads_the_embedding_once_which_may_be_gigabytes(cache: Path) -> None:
     part_costs(recording := Recording(TINY), COMPUTE, STEP)
     assert recording.read["wte.weight"] == TINY.architecture.padded_vocab_size * TINY.architecture.width
+
+
+def test_the_place_of_the_kernels_is_one_line_of_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/someone")
+    assert with_tilde(Path("/home/someone/.cache/ppserve")) == "~/.cache/ppserve"
+    for name in (os.fsdecode(b"/home/someone/\xff"), "/var/a\nready"):
+        assert "\n" not in with_tilde(Path(name)).encode().decode()

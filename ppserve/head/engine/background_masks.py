@@ -1,11 +1,12 @@
 """Masks of token filters, made in threads beside the engine's, since one may take long: a grammar's took 78 ms.
 
-One thread at a time asks a request's filter, so a slow filter delays its own request alone. If as many slow ones
-run as the pool has threads, they delay other requests with filters too, and nobody else.
+One thread at a time asks a request's filter, so a slow filter delays its own request. If as many slow ones run as
+the pool has threads, they delay other requests with filters too, and nobody else.
 
 Most masks take 5 to 50 us, less than it takes to hand one over to a thread. So a thread makes those of several
-requests together. The engine waits a moment for the masks that it asked for, so that their sequences are in its
-next steps, and is woken for the others. For a request whose last mask took longer than SLOW_S it does not wait.
+requests together; a slow one among them delays these, which are then made alone for a while. The engine waits a
+moment for the masks that it asked for, so that their sequences are in its next steps, and is woken for the others.
+For a request whose last mask took longer than SLOW_S it does not wait.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator
     does at the moment. Raises TourError."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
-    with tempfile.NamedTemporaryFile("w+") as complaints:
+    with tempfile.NamedTemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -83,7 +83,7 @@ def _watch_start(
     """Tell how the start goes on, and kill a server whose start says nothing new for too long."""
     said, since_s = "", time.monotonic()
     while not is_ready.wait(_LOOK_EVERY_S):
-        text = log.read_text()
+        text = log.read_text(errors="replace")
         if text != said:
             said, since_s = text, time.monotonic()
             if told := [line for line in text.splitlines() if line.startswith(_PROGRESS)]:

@@ -7,6 +7,7 @@ import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,7 @@ from tour.pictures import Pictures, read_trace
 from tour.ranks import start_ranks
 from tour.rounds import median, spread
 from tour.schedule import Schedule, lesson
-from tour.server import WatchedStream
+from tour.server import WatchedStream, _watch_start
 
 ROOT = Path(demo.__file__).parent
 TITLES = [f"{number}. {part.title}" for number, part in demo.PARTS.items()]
@@ -203,3 +204,16 @@ def test_a_trace_that_broke_off_is_read(tmp_path: Path) -> None:
     for text in ('[\n{"ph":"M"},\n{"ph":"X"}', '[\n{"ph":"M"},\n{"ph":"X"},\n', '[\n{"ph":"M"},\n{"ph":"X"}\n]\n'):
         path.write_text(text)
         assert [event["ph"] for event in read_trace(path)] == ["M", "X"]
+
+
+def test_a_start_is_watched_whose_log_is_no_text(tmp_path: Path) -> None:
+    (log := tmp_path / "log").write_bytes(b"/cache/\xff\nstarting, 3 s: importing\n")
+    told, is_ready = list[str](), threading.Event()
+
+    def tell(line: str) -> None:
+        told.append(line)
+        is_ready.set()
+
+    process: Any = None  # it is not to be killed
+    _watch_start(process, log, is_ready, tell)
+    assert told == ["starting, 3 s: importing"]

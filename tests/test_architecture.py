@@ -275,10 +275,10 @@ BUDGET = {
     "ppserve/tokenizer/*.py": 960,
     "ppserve/grammar/*.py": 1_200,
     "ppserve/library/*.py": 880,
-    "ppserve/client/*.py": 690,
+    "ppserve/client/*.py": 700,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,
-    "ppserve/cli/*.py": 2_760,
-    "tests/**/*.py": 42_000,
+    "ppserve/cli/*.py": 2_775,  # so does the chat over HTTP
+    "tests/**/*.py": 42_100,  # callers and servers that disagree about TLS took 50
     "benchmarks/**/*.py": 4_400,
     "README.md": 200,
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
@@ -137,10 +138,8 @@ class ChatServer:
         """
         try:
             status, content = self._get(f"{self._path}/models")
-        except ConnectionRefusedError:
-            raise PpserveError(f"no server at {self.url}; {START_ONE}") from None
         except OSError as error:
-            raise PpserveError(f"no server at {self.url} ({error}); {START_ONE}") from None
+            raise PpserveError(self._not_reached(error)) from None
         except http.client.HTTPException as error:
             raise PpserveError(self._no_http(error)) from None
         if status in _NOT_ALLOWED:
@@ -195,6 +194,18 @@ class ChatServer:
             connection.request("GET", path, headers=self._headers)
             response = connection.getresponse()
             return response.status, response.read()
+
+    def _not_reached(self, error: OSError) -> str:
+        """Say why there is no answer, and what to change."""
+        if isinstance(error, ssl.SSLCertVerificationError):
+            why = f"the certificate of {self.url} is not trusted ({error.verify_message})"
+            return f"{why}; name the authority that signed it (--tls-ca)"
+        if isinstance(error, ssl.SSLError):
+            return f"{self.url}: TLS failed ({error.reason}); a server without --tls-cert is asked with http://"
+        if isinstance(error, ConnectionResetError):
+            return f"{self.url} hangs up before it answers; a server with --tls-cert is asked with https://"
+        why = "" if isinstance(error, ConnectionRefusedError) else f" ({error})"
+        return f"no server at {self.url}{why}; {START_ONE}"
 
     def _no_http(self, error: http.client.HTTPException) -> str:
         """Say that the answer is no HTTP. The error's own text is not shown: it may be bytes of another

@@ -20,6 +20,7 @@ from ppserve.process.keeper import run_rank
 from ppserve.process.lifetime import HEAD_SIGNALS, ignore_signals
 from ppserve.process.limits import open_many_files
 from ppserve.process.log import never_wait_for_readers
+from ppserve.process.progress import ProgressLine
 from ppserve.process.stage_process import ForkServer
 
 _PREFIX = "PPSERVE_"
@@ -79,6 +80,9 @@ def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
     from ppserve.process.torchrun import run_ranks
 
     check(config, asked)
+    if config.server.log_format == "text":
+        # Imports take seconds. The head goes on with this line.
+        ProgressLine(sys.stderr, "starting", 0.0).show("importing", 0.0)
     sys.exit(run_ranks(asked, sys.argv[1:], config.server.shutdown_timeout_s))
 
 

@@ -28,6 +28,11 @@ _NO_HOST = re.compile(
     r"(?:errors resolving|DNS resolution failed for) (?:dns:/*)?(\S+?)(?::\d+)?: .*Domain name not found"
 )
 _ANOTHER = re.compile(_AT + "Failed parsing HTTP/2")
+_NO_TLS = re.compile(_AT + "Tls handshake failed.*WRONG_VERSION_NUMBER")
+_NOT_TRUSTED = re.compile(_AT + "Tls handshake failed.*CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_HANGS_UP = re.compile(
+    "failed to connect to all addresses.*" + _AT + ".*(?:Socket closed|Connection reset by peer)"
+)
 
 
 @dataclass(eq=False)
@@ -147,6 +152,14 @@ def in_words(problem: str) -> str:
     if found := _ANOTHER.search(problem):
         why = f"{unquote(found[1])} speaks HTTP or another protocol, not gRPC"
         return f"{why}; give the server's gRPC port (--port, 50051 by default)"
+    if found := _NO_TLS.search(problem):
+        return f"{unquote(found[1])} does not speak TLS; ask it without"
+    if found := _NOT_TRUSTED.search(problem):
+        why = f"the certificate of {unquote(found[1])} is not trusted ({found[2]})"
+        return f"{why}; name the authority that signed it (--tls-ca)"
+    if found := _HANGS_UP.search(problem):
+        why = f"{unquote(found[1])} hangs up before it answers"
+        return f"{why}; a server with --tls-cert is asked with TLS (--tls or --tls-ca)"
     if found := _NO_HOST.search(problem):
         return f"no host is called {unquote(found[1])}"
     return problem

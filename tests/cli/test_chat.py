@@ -341,8 +341,19 @@ def test_an_https_server_is_asked_where_its_authority_is_trusted(tmp_path: Path)
         assert (done.returncode, done.stdout) == (0, "end\n")
         unknown = chat(url, "hi\n", "--retry", "0")
         assert unknown.returncode == 1
-        assert "certificate" in unknown.stderr
+        assert unknown.stderr.startswith(f"ppserve: error: the certificate of {url} is not trusted (")
+        assert unknown.stderr.endswith("); name the authority that signed it (--tls-ca)\n")
+        plain = chat(url.replace("https", "http"), "hi\n", "--retry", "0")
+        assert plain.returncode == 1
+        assert plain.stderr.endswith(
+            "hangs up before it answers; a server with --tls-cert is asked with https://\n"
+        )
         none = chat(url, "hi\n", "--tls-ca", str(tmp_path / "leaf.key"))
         assert (none.returncode, none.stdout) == (2, "")
         assert none.stderr.startswith("ppserve: error: --tls-ca: ")
     assert len(bodies) == 1
+    with answering(SHORT) as (url, bodies):
+        secure = chat(url.replace("http", "https"), "hi\n", "--retry", "0")
+    assert secure.returncode == 1
+    assert secure.stderr.endswith("); a server without --tls-cert is asked with http://\n")
+    assert not bodies

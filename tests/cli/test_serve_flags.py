@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import sys
 from dataclasses import asdict
 from pathlib import Path
 
@@ -10,6 +12,7 @@ import pytest
 
 from ppserve.cli.serve import build_config, serve
 from ppserve.cli.types import SIZE
+from ppserve.process import torchrun
 from tests.commands import run
 
 NAMES = {param.name for param in serve.params if param.expose_value} - {"stages"}
@@ -21,6 +24,28 @@ def test_every_flag_reaches_the_configuration() -> None:
     fields = {name: value for part in asdict(build_config(FLAGS)).values() for name, value in part.items()}
     assert fields.pop("devices") is None, "only a `Pipeline` is told its devices"
     assert sorted(fields.values()) == sorted(FLAGS.values())
+
+
+@pytest.mark.parametrize(("log_format", "shown"), [("text", "\r\x1b[Kstarting, 0 s: importing\r"), ("json", "")])
+def test_a_terminal_is_told_of_the_start_before_torchrun_is_imported(
+    log_format: str, shown: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def run_ranks(num_ranks: int, _arguments: object, _timeout_s: float) -> int:
+        started.append((num_ranks, terminal.getvalue()))
+        return 0
+
+    started: list[tuple[int, str]] = []
+    monkeypatch.setattr(torchrun, "run_ranks", run_ranks)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    ports = ["--port=0", "--http-port=0", "--metrics-port=0"]
+    with pytest.raises(SystemExit) as ended:
+        serve.main(["--stages=2", f"--log-format={log_format}", *ports], standalone_mode=False)
+    assert ended.value.code == 0
+    assert started == [(2, shown)]
 
 
 def test_help_has_every_flag_under_a_heading() -> None:

@@ -15,6 +15,7 @@ from ppserve.client import AsyncClient, CallFailed, Chunk, Client, RetryPolicy, 
 from ppserve.client.messages import in_words
 from ppserve.config import ServerSettings
 from ppserve.errors import Overloaded, StagesLost
+from tests.certificates import make_certificates, needs_openssl
 from tests.fake_engine import EOS, FakeEngine, served, served_in_thread
 from tests.head.api.http.asking import TEMPLATE
 
@@ -85,6 +86,23 @@ def test_a_port_that_speaks_http_is_called_that() -> None:
         finally:
             server.shutdown()
     assert failed.value.problem.startswith(f"{target} speaks HTTP or another protocol, not gRPC; give")
+
+
+@needs_openssl
+def test_a_caller_and_a_server_that_disagree_about_tls_are_told_so(tmp_path: Path) -> None:
+    make_certificates(tmp_path)
+
+    def problem(target: str, tls: Tls | None) -> str:
+        with Client(target, tls=tls, retry=OFF) as client, pytest.raises(CallFailed) as failed:
+            client.topology()
+        return failed.value.problem
+
+    with served_in_thread(FakeEngine()) as target:
+        assert problem(target, Tls()) == f"{target} does not speak TLS; ask it without"
+    files = {"tls_cert": tmp_path / "leaf.pem", "tls_key": tmp_path / "leaf.key"}
+    with served_in_thread(FakeEngine(), **files) as target:
+        assert problem(target, Tls()).startswith(f"the certificate of {target} is not trusted (unable to get ")
+        assert problem(target, None).startswith(f"{target} hangs up before it answers; a server with --tls-cert")
 
 
 def test_one_liner() -> None:

@@ -120,7 +120,9 @@ def test_help_lists_the_commands_however_it_is_asked_for(asking: list[str]) -> N
 
 
 def test_help_of_a_command_and_the_version() -> None:
-    texts = [run(*asking).stdout for asking in (["help", "serve"], ["serve", "-h"], ["serve", "--help"])]
+    ended = [run(*asking) for asking in (["help", "serve"], ["serve", "-h"], ["serve", "--help"])]
+    assert [(each.returncode, each.stderr) for each in ended] == [(0, "")] * 3
+    texts = [each.stdout for each in ended]
     assert len(set(texts)) == 1
     for part in ("ppserve serve --model smollm2", "PPSERVE_HTTP_PORT", "--config file"):
         assert part in " ".join(texts[0].split())

@@ -27,7 +27,8 @@ from tests.slow import require_slow_test
 
 T = TypeVar("T")
 
-READY = re.compile(r"^ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
+# In a terminal, the line of the start is erased before it.
+READY = re.compile(r"^(?:\x1b\[K)?ppserve ready grpc=(\S+) metrics=(\S+) stages=(\d+) http=(\S+)$", re.MULTILINE)
 START_WITHIN_S = 90.0
 """How long a start may say nothing new."""
 END_WITHIN_S = 30.0

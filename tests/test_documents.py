@@ -120,10 +120,11 @@ def check_program(words: list[str]) -> None:
 def check_ours(arguments: list[str]) -> None:
     """Check them as the command line would take them; files that only the reader has may be missing."""
     name = arguments[0] if arguments and not arguments[0].startswith("-") else "serve"
-    command = cli.get_command(click.Context(cli), name)
+    parent = click.Context(cli, **cli.context_settings)  # without it, click notes that this command knows no -h
+    command = cli.get_command(parent, name)
     assert command is not None, f"no command {name}"
     try:
-        command.make_context(name, arguments[1:] if arguments[:1] == [name] else arguments)
+        command.make_context(name, arguments[1:] if arguments[:1] == [name] else arguments, parent)
     except click.BadParameter as error:
         if "does not exist" not in error.format_message():
             raise

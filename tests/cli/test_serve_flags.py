@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 import pytest
 
+from ppserve.cli.main import cli
 from ppserve.cli.serve import build_config, serve
 from ppserve.cli.types import SIZE
 from ppserve.process import torchrun
@@ -43,14 +44,16 @@ def test_a_terminal_is_told_of_the_start_before_torchrun_is_imported(
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     ports = ["--port=0", "--http-port=0", "--metrics-port=0"]
     with pytest.raises(SystemExit) as ended:
-        serve.main(["--stages=2", f"--log-format={log_format}", *ports], standalone_mode=False)
+        serve.main(
+            ["--stages=2", f"--log-format={log_format}", *ports], standalone_mode=False, **cli.context_settings
+        )
     assert ended.value.code == 0
     assert started == [(2, shown)]
 
 
 def test_help_has_every_flag_under_a_heading() -> None:
     assert len(serve.params) <= 54
-    shown = serve.get_help(click.Context(serve))
+    shown = serve.get_help(click.Context(serve, click.Context(cli, **cli.context_settings)))
     for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
         assert f"\n{heading}\n" in shown
     hidden = {param.opts[0] for param in serve.params if param.opts[0] not in shown}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from ppserve.process.lifetime import die_with_parent
+from ppserve.process.progress import write_over
 
 READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
 SERVED = re.compile(r"^ppserve [\d.]+: (.*)$", re.MULTILINE)
@@ -34,8 +34,7 @@ def stop(number: int, _frame: object) -> None:
 def show(text: str) -> None:
     """Write over the line of the progress, where there is a terminal."""
     if sys.stderr.isatty():
-        width = shutil.get_terminal_size().columns - 1
-        print(f"\r\x1b[K{text[:width]}\r", end="", file=sys.stderr, flush=True)
+        write_over(sys.stderr, text)
 
 
 def show_progress(log: str, said: str) -> str:

@@ -6,10 +6,19 @@ import shutil
 from collections.abc import Callable
 from typing import TextIO
 
+from ppserve.process.log import ERASE_LINE
+
 _SILENT_S = 2.0
 """What takes no longer is not said where lines stay."""
 _SOON_S, _EVERY_S, _LATER_EVERY_S = 30.0, 2.0, 10.0
 """Lines that stay are at least `_EVERY_S` apart, and `_LATER_EVERY_S` once `_SOON_S` have passed."""
+
+
+def write_over(stream: TextIO, text: str) -> None:
+    """Write a text into a terminal's line, over what is there, so that the next text or line of the log is written
+    over it."""
+    stream.write(f"{ERASE_LINE}{text[: shutil.get_terminal_size().columns - 1]}\r")
+    stream.flush()
 
 
 class ProgressLine:
@@ -33,7 +42,7 @@ class ProgressLine:
         elapsed_s = now_s - self._since_s
         line = f"{self._what}, {elapsed_s:.0f} s: {text}"
         if self._is_terminal:
-            self._write(f"\r\x1b[K{line[: shutil.get_terminal_size().columns - 1]}\r")
+            write_over(self._stream, line)
         elif text != self._said and elapsed_s >= _SILENT_S and self._is_time(now_s):
             self._said, self._said_s = text, now_s
             self._say(line)
@@ -41,7 +50,7 @@ class ProgressLine:
     def erase(self) -> None:
         """Remove the line, where it can be removed."""
         if self._is_terminal:
-            self._write("\r\x1b[K")
+            self._write(ERASE_LINE)
 
     def _is_time(self, now_s: float) -> bool:
         every_s = _EVERY_S if now_s - self._since_s < _SOON_S else _LATER_EVERY_S

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import codecs
 import time
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float
@@ -33,33 +34,34 @@ _MIN_LOGPROB = -9999.0
 Json = dict[str, Any]
 
 
-class Answers:
+class Answers(ABC):
     """Writes the answers to one call in the form of one door: whole, or as server-sent events."""
 
+    @abstractmethod
     def __init__(
         self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler
     ) -> None:
         """Request: one for each prompt, in order."""
 
+    @abstractmethod
     def whole(self, deltas: Sequence[tuple[int, Delta]]) -> bytes:
         """Write all sequences as one answer. deltas: one for each, with its prompt's place."""
-        raise NotImplementedError
 
     def opening(self, first: Delta) -> Iterator[bytes]:
         """Yield the events before those of the first delta."""
         return iter(())
 
+    @abstractmethod
     def events(self, place: int, delta: Delta) -> Iterator[bytes]:
         """Yield the events of what is new of a sequence of the prompt at `place`."""
-        raise NotImplementedError
 
     def ending(self) -> Iterator[bytes]:
         """Yield the events behind those of the last delta."""
         return iter(())
 
+    @abstractmethod
     def failing(self, error: RequestError) -> Iterator[bytes]:
         """Yield the events that end a stream with an error."""
-        raise NotImplementedError
 
 
 class ChoiceAnswers(Answers):

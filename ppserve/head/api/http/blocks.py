@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -132,12 +133,14 @@ class BlockAnswers(Answers):
             yield from self._block_events(change)
         yield from self._end_events(self._newest)
 
+    @abstractmethod
     def _whole(self, last: Delta) -> Json:
         """Return the whole answer. last: the delta that has its end."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _block_events(self, change: BlockChange) -> Iterator[bytes]:
-        raise NotImplementedError
+        """Yield the events of one change of a block."""
 
+    @abstractmethod
     def _end_events(self, last: Delta) -> Iterator[bytes]:
-        raise NotImplementedError
+        """Yield the events that end the stream. last: the delta that has the answer's end."""

@@ -69,8 +69,8 @@ def main() -> int:
         try:
             print(f"starting {known.stages} stages of {known.model}", file=sys.stderr)
             said = ""
-            while not (ready := READY.search(log.read_text(errors="replace"))):
-                said = show_progress(log.read_text(errors="replace"), said)
+            while not (ready := READY.search(text := log.read_text(errors="replace"))):
+                said = show_progress(text, said)
                 if server.poll() is not None:
                     print(log.read_text(errors="replace"), file=sys.stderr)
                     return server.returncode

@@ -7,7 +7,7 @@ import hashlib
 import json
 import re
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ppserve.core.request import FinishReason, Request
@@ -68,14 +68,16 @@ class AnswerFormat:
 
         special = (*(reasoning.special if reasoning else ()), *(form.special if offered else ()))
         must_fit: list[FormPart] = []
-        if tooling.is_forced or any(tool.strict or text is not None for tool in offered):
+        all_strict = tooling.is_forced or text is not None
+        tools = [replace(tool, strict=True) if all_strict else tool for tool in tooling.callable]
+        if len(tools) < len(offered) or any(tool.strict for tool in tools):
             must_fit += [reasoning.reasoning(has_begun)] if reasoning else []
             if text is not None:
                 part: FormPart = {"kind": text.kind, "source": text.source}
-                must_fit.append(form.calls_or_text(tooling.callable, tooling.max_calls, part))
+                must_fit.append(form.calls_or_text(tools, tooling.max_calls, part))
             else:
                 make = form.calls if tooling.is_forced else form.text_and_calls
-                must_fit.append(make(tooling.callable, tooling.max_calls))
+                must_fit.append(make(tools, tooling.max_calls))
         return AnswerPlan(
             read=read,
             tooling=tooling,

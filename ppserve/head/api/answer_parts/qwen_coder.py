@@ -6,7 +6,7 @@ A text stands between the tags as it is, and any other value as JSON. Which of t
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NoReturn
 
@@ -19,6 +19,7 @@ from ppserve.head.api.answer_parts.tools import Tool
 
 FUNCTION, FUNCTION_END = "<function=", "</function>"
 PARAMETER, PARAMETER_END = "<parameter=", "</parameter>"
+NAME_END = ">"
 JSON_TYPES = {"integer", "number", "boolean", "null", "object", "array"}
 ANNOTATIONS = {"title", "description", "default", "examples"}
 PYTHON = {"True": "true", "False": "false", "None": "null"}
@@ -41,11 +42,11 @@ class QwenCoder(Hermes):
         if not name or not (yield from source.starts_with(">")):
             raise NotACall
         yield calls.begin(source, name)
-        schemas = calls.schemas.get(name, {}).get("properties", {})
+        schemas = _properties(calls.schemas.get(name, {}))
         between = "{"
         with suppress(NotACall):  # what is no JSON ends the call
             while (yield from source.next_visible()) == "<" and (yield from source.starts_with(PARAMETER)):
-                key = yield from source.text_until(">")
+                key = yield from source.text_until(NAME_END)
                 value = yield from _read_value(source, schemas.get(key))
                 yield calls.arguments(f"{between}{json.dumps(key, ensure_ascii=False)}: {value}")
                 between = ", "
@@ -58,10 +59,23 @@ class QwenCoder(Hermes):
         return call if max_calls == 1 else [call, {"any_number": ["\n" + BEGIN, call]}]
 
 
+def _properties(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schemas of the parameters that a schema names. Schemas are read as callers sent them: nobody has
+    checked that they are valid."""
+    given = schema.get("properties")
+    return given if isinstance(given, Mapping) else {}
+
+
 def _types(schema: Any) -> set[str] | None:
     """The types that a schema names; None if it does not say."""
     given = schema.get("type") if isinstance(schema, Mapping) else None
-    return None if given is None else {given} if isinstance(given, str) else {*given}
+    names = {each for each in (given if isinstance(given, list) else [given]) if isinstance(each, str)}
+    return names or None
+
+
+def _choices(schema: Any) -> list[Any]:
+    given = schema.get("enum") if isinstance(schema, Mapping) else None
+    return given if isinstance(given, list) else []
 
 
 def _read_value(source: Source, schema: Any) -> Parsing[str]:
@@ -73,8 +87,7 @@ def _read_value(source: Source, schema: Any) -> Parsing[str]:
     else:
         text = yield from source.text_until(PARAMETER_END)
         text = text.removeprefix("\n").removesuffix("\n")
-    choices = schema.get("enum", ()) if isinstance(schema, Mapping) else ()
-    if types != {"string"} and schema is not None and text not in choices:
+    if types != {"string"} and schema is not None and text not in _choices(schema):
         word = PYTHON.get(text.strip(), text.strip())
         if _is_json(word):
             return word
@@ -94,19 +107,44 @@ def _is_json(text: str) -> bool:
 
 
 def _call(tool: Tool) -> FormPart:
-    """Return the form of a tool's call: its parameters in the schema's order. Raises InvalidRequest for a schema
-    that this format cannot force."""
+    """Return the form of a tool's call. Raises InvalidRequest for a schema that this format cannot force."""
+    parameters = _valid_parameters(tool) if tool.strict else _any_parameters(tool)
+    return [f"{FUNCTION}{tool.name}>\n", *parameters, FUNCTION_END]
+
+
+def _any_parameters(tool: Tool) -> Iterator[FormPart]:
+    """Yield the form of parameters that need not be valid: those that the schema names, or any if it names none.
+
+    The end of an object or a list is where its JSON ends, as it is for the reader.
+    """
+    named: list[FormPart] = []
+    for name, schema in _properties(tool.schema).items():
+        if NAME_END in name:
+            continue
+        types = _types(schema)
+        value: FormPart = {"until": PARAMETER_END}
+        if types is not None and types <= {"object", "array"}:
+            value = [{"schema": {"type": sorted(types)}, "of": f"the parameter {name!r}"}, "\n" + PARAMETER_END]
+        named.append([f"{PARAMETER}{name}{NAME_END}\n", value, "\n"])
+    any_name: FormPart = [PARAMETER, {"until": NAME_END}, {"until": PARAMETER_END}, "\n"]
+    yield {"any_number": either(named or [any_name])}
+
+
+def _valid_parameters(tool: Tool) -> Iterator[FormPart]:
+    """Yield the forms of the parameters in the schema's order."""
     schema = tool.schema
     if others := schema.keys() - ANNOTATIONS - {"type", "properties", "required", "additionalProperties"}:
         raise _refusal(tool, sorted(others)[0])
     properties, required = schema.get("properties", {}), schema.get("required", [])
-    if missing := [name for name in required if name not in properties]:
-        raise _refusal(tool, missing[0])
-    parameters: list[FormPart] = []
+    for name, given, kind in (("properties", properties, Mapping), ("required", required, list)):
+        if not isinstance(given, kind):
+            raise _refusal(tool, name)
+    known = [name for name in properties if NAME_END not in name]
+    if wrong := [name for name in (*required, *properties) if name not in known]:
+        raise _refusal(tool, str(wrong[0]))
     for name, each in properties.items():
-        part: FormPart = [f"{PARAMETER}{name}>\n", _value(tool, name, each), "\n"]
-        parameters.append(part if name in required else {"maybe": part})
-    return [f"{FUNCTION}{tool.name}>\n", *parameters, FUNCTION_END]
+        part: FormPart = [f"{PARAMETER}{name}{NAME_END}\n", _value(tool, name, each), "\n"]
+        yield part if name in required else {"maybe": part}
 
 
 def _value(tool: Tool, name: str, schema: Any) -> FormPart:
@@ -114,7 +152,7 @@ def _value(tool: Tool, name: str, schema: Any) -> FormPart:
     types, end = _types(schema), "\n" + PARAMETER_END
     if types == {"string"} and schema.keys() <= {"type", *ANNOTATIONS}:
         return {"until": PARAMETER_END}
-    choices = schema.get("enum") if isinstance(schema, Mapping) else None
+    choices = _choices(schema)
     if choices and all(isinstance(each, str) and PARAMETER_END not in each for each in choices):
         if schema.keys() <= {"type", "enum", *ANNOTATIONS} and types in (None, {"string"}):
             return [either(choices), end]

@@ -40,7 +40,8 @@ class ToolFormat(ABC):
 
     @abstractmethod
     def calls_after_marker(self, tools: Sequence[Tool], max_calls: int | None) -> FormPart:
-        """Return the form of calls of these tools, without the marker in front of the first."""
+        """Return the form of calls of these tools, without the marker in front of the first. Arguments of a tool
+        that is strict are valid by its schema."""
 
     def calls(self, tools: Sequence[Tool], max_calls: int | None) -> FormPart:
         """Return the form of an answer that is calls and nothing else: at least one."""
@@ -57,8 +58,9 @@ class ToolFormat(ABC):
 
 
 def arguments_of(tool: Tool) -> FormPart:
-    """Return the form of the tool's arguments."""
-    return {"schema": tool.schema, "of": f"the parameters of {tool.name!r}"}
+    """Return the form of the tool's arguments: any object, unless the tool is strict."""
+    schema = tool.schema if tool.strict else {"type": "object"}
+    return {"schema": schema, "of": f"the parameters of {tool.name!r}"}
 
 
 def json_object(tool: Tool, key: str = "arguments") -> FormPart:

@@ -43,10 +43,17 @@ class ToolChoice:
     """Whether tools are called: as the model decides (`auto`), at least one (`required`), or none.
 
     name: the one tool that must be called, and called once; it is set only with `required`.
+    allowed: the names of the tools that may be called, of those that the template shows; None if all may be.
     """
 
     mode: Literal["auto", "none", "required"] = "auto"
     name: str | None = None
+    allowed: tuple[str, ...] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """The names of the tools that can be called; None if all that are offered can be."""
+        return self.allowed if self.name is None else (self.name,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +76,9 @@ class Tooling:
 
     @property
     def callable(self) -> tuple[Tool, ...]:
-        """The tools of which one can be called: all that are offered, or the one that is named."""
-        return tuple(tool for tool in self.offered if self.choice.name in (None, tool.name))
+        """The tools that can be called: all that are offered, or those that the choice names."""
+        names = self.choice.names
+        return tuple(tool for tool in self.offered if names is None or tool.name in names)
 
     @property
     def max_calls(self) -> int | None:
@@ -90,8 +98,11 @@ class Tooling:
                 yield Violation(f"tools[{place}]{function}.name", f"there are two tools {name!r}")
         if self.is_forced and not self.tools:
             yield Violation("tool_choice", "only with tools")
-        elif self.choice.name is not None and self.choice.name not in names:
-            yield Violation("tool_choice", f"there is no tool {self.choice.name[:100]!r}")
+        elif self.choice.names == ():
+            yield Violation("tool_choice", "allows none of the tools that are served")
+        for name in self.choice.names or ():
+            if name not in names:
+                yield Violation("tool_choice", f"there is no tool {name[:100]!r}")
 
 
 NO_TOOLS = Tooling()

@@ -30,7 +30,6 @@ from ppserve.head.api.http.conversation import (
 )
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
 from ppserve.head.api.http.response_tools import (
-    FUNCTION,
     NAMESPACE,
     ResponseTool,
     ResponseToolChoice,
@@ -41,7 +40,7 @@ from ppserve.head.api.http.response_tools import (
     tool_of,
 )
 from ppserve.head.api.http.responses import encode, event
-from ppserve.head.api.http.tools import CHOICES
+from ppserve.head.api.http.tools import ALLOWED, CHOICES, FUNCTION
 from ppserve.head.api.http.unserved import OF_RESPONSES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
@@ -183,7 +182,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         for place, tool in enumerate(self.tools or ()):
             yield from tool.violations(f"tools[{place}]")
         if choice_of(self.tool_choice) is None:
-            yield Violation("tool_choice", f"not one of {', '.join(CHOICES)}, nor a function with its name")
+            yield Violation("tool_choice", f"not one of {', '.join(CHOICES)}, nor a {FUNCTION}, nor {ALLOWED}")
         yield from self.tooling.violations()
 
     @property

@@ -9,9 +9,9 @@ import msgspec
 
 from ppserve.errors import Violation
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice
-from ppserve.head.api.http.tools import CHOICES
+from ppserve.head.api.http.tools import ALLOWED, CHOICES, FUNCTION, allowing
 
-FUNCTION, NAMESPACE = "function", "namespace"
+NAMESPACE = "namespace"
 _OWN_NAMESPACE = "functions"
 """A function in this namespace is treated as if it were in none."""
 
@@ -34,11 +34,26 @@ class ResponseTool(msgspec.Struct):
 
 
 class ResponseToolChoice(msgspec.Struct):
-    """A function that must be called."""
+    """A function that must be called, or the tools that may be."""
 
     type: str
     name: str | None = None
     namespace: str | None = None
+    mode: str | None = None
+    tools: list[ResponseToolChoice] | None = None
+
+    @property
+    def function(self) -> str | None:
+        """The name of a function, as the model knows it; None for a tool of another type."""
+        return None if self.type != FUNCTION or self.name is None else full_name(self.name, self.namespace)
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which tools are called; None for a choice that is not served."""
+        if self.type == ALLOWED:
+            functions = (tool.function for tool in self.tools or ())
+            return allowing(self.mode or "", (name for name in functions if name is not None))
+        return None if self.function is None else ToolChoice("required", self.function)
 
 
 def full_name(name: str, namespace: str | None) -> str:
@@ -63,12 +78,8 @@ def tool_of(namespace: str | None, function: ResponseTool) -> Tool:
 
 
 def choice_of(given: str | ResponseToolChoice | None) -> ToolChoice | None:
-    """Return which tools must be called; None for a choice that is not served."""
-    if isinstance(given, ResponseToolChoice):
-        if given.type != FUNCTION or given.name is None:
-            return None
-        return ToolChoice("required", full_name(given.name, given.namespace))
-    return CHOICES.get(given or "auto")
+    """Return which tools are called; None for a choice that is not served."""
+    return given.choice if isinstance(given, ResponseToolChoice) else CHOICES.get(given or "auto")
 
 
 def ignored_tools(given: Any) -> Iterator[str]:

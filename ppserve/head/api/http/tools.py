@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -13,6 +14,8 @@ from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
 from ppserve.head.api.http.bodies import ChoicesBody
 
 CHOICES = {"none": ToolChoice("none"), "auto": ToolChoice("auto"), "required": ToolChoice("required")}
+FUNCTION_CALLS = ("none", "auto")
+FUNCTION, ALLOWED = "function", "allowed_tools"
 
 
 class ToolFunction(msgspec.Struct):
@@ -35,16 +38,46 @@ class FunctionName(msgspec.Struct):
     name: str
 
 
-class NamedTool(msgspec.Struct):
+class AllowedTool(msgspec.Struct):
     type: str
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct):
+    """The tools that may be called. mode: `auto` or `required`."""
+
+    mode: str
+    tools: list[AllowedTool]
+
+
+class ChosenTools(msgspec.Struct):
+    """The function that must be called, or those that may be."""
+
+    type: str
+    function: FunctionName | None = None
+    allowed_tools: AllowedTools | None = None
+
+    @property
+    def choice(self) -> ToolChoice | None:
+        """Which tools are called; None for a choice that is not served."""
+        if self.type == ALLOWED and self.allowed_tools is not None:
+            of_functions = (tool for tool in self.allowed_tools.tools if tool.type == FUNCTION)
+            return allowing(self.allowed_tools.mode, (tool.function.name for tool in of_functions))
+        if self.type == FUNCTION and self.function is not None:
+            return ToolChoice("required", self.function.name)
+        return None
+
+
+def allowing(mode: str, names: Iterable[str]) -> ToolChoice | None:
+    """Return the choice of `allowed_tools`; None for a mode that is not known."""
+    return replace(CHOICES[mode], allowed=tuple(names)) if mode in ("auto", "required") else None
 
 
 class ToolBody(ChoicesBody, kw_only=True):
     """The fields of a chat's body that say which tools may be called. Functions are OpenAI's older form."""
 
     tools: list[FunctionTool] | None = None
-    tool_choice: str | NamedTool | None = None
+    tool_choice: str | ChosenTools | None = None
     parallel_tool_calls: bool | None = None
     functions: list[ToolFunction] | None = None
     function_call: str | FunctionName | None = None
@@ -53,26 +86,34 @@ class ToolBody(ChoicesBody, kw_only=True):
     def tooling(self) -> Tooling:
         """What the body says about tools, whose choice is one of the served words."""
         tools = [each.function for each in self.tools or ()] or (self.functions or ())
-        named = self.tool_choice.function if isinstance(self.tool_choice, NamedTool) else self.tool_choice
-        named = named or self.function_call or "auto"
         return Tooling(
             tools=tuple(function.tool for function in tools),
-            choice=CHOICES[named] if isinstance(named, str) else ToolChoice("required", named.name),
+            choice=self._choice or ToolChoice(),
             parallel=self.parallel_tool_calls is not False and not self.functions,
         )
+
+    @property
+    def _choice(self) -> ToolChoice | None:
+        """Which tools are called; None for a choice that is not served."""
+        match self.tool_choice or self.function_call or "auto":
+            case str(word):
+                return CHOICES.get(word)
+            case FunctionName(name=name):
+                return ToolChoice("required", name)
+            case chosen:
+                return chosen.choice
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
         for place, tool in enumerate(self.tools or ()):
-            if tool.type != "function":
+            if tool.type != FUNCTION:
                 yield Violation(f"tools[{place}].type", f"{tool.type[:100]!r} is not served: function is")
         if self.tools and self.functions:
             yield Violation("functions", "not together with tools")
-        for name, words in (("tool_choice", CHOICES), ("function_call", ("none", "auto"))):
-            word = getattr(self, name)
-            if isinstance(word, str) and word not in words:
-                yield Violation(name, f"not one of {', '.join(words)}, nor a function's name in an object")
-                return
+        if isinstance(self.function_call, str) and self.function_call not in FUNCTION_CALLS:
+            yield Violation("function_call", f"not one of {', '.join(FUNCTION_CALLS)}, nor a function's name")
+        elif self._choice is None:
+            yield Violation("tool_choice", f"not one of {', '.join(CHOICES)}, nor a {FUNCTION}, nor {ALLOWED}")
         for wrong in self.tooling.violations(".function"):
             yield Violation(wrong.field if self.tools or self.tool_choice else _older(wrong.field), wrong.problem)
 

@@ -120,6 +120,46 @@ def test_a_strict_tool_may_be_called_and_then_rightly(name: str, parallel: bool)
 
 
 @pytest.mark.parametrize("name", ONE)
+def test_only_the_tools_that_are_allowed_are_called(name: str) -> None:
+    f, g = (grammar_of(plan_of(name, Tooling(TOOLS, ToolChoice(allowed=(each,))))) for each in "fg")
+    for form in (f, g):
+        assert fits(form, TEXT[name])
+        assert not fits(form, TWO.get(name, ONE[name].replace("f", "h")))
+    assert fits(f, ONE[name])
+    assert not fits(g, ONE[name])
+    free = ONE[name].replace("1", "123")  # the tool is not strict
+    assert fits(f, free)
+    forced = grammar_of(plan_of(name, Tooling(TOOLS, ToolChoice("required", allowed=("f",)))))
+    assert fits(forced, ONE[name])
+    assert not any(fits(forced, wrong) for wrong in (TEXT[name], free, TWO.get(name, "")))
+    assert plan_of(name, Tooling(TOOLS, ToolChoice(allowed=("g", "f")))).form is None
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_a_tool_that_is_not_strict_beside_one_that_is_has_any_arguments(name: str) -> None:
+    unclear: dict[str, Any] = {"properties": {"a": {"not": {}}, "l": {"type": ["array"], "items": {"not": {}}}}}
+    for schema in (
+        unclear,
+        {},
+        {"properties": 3, "required": 4},
+        {"properties": {"a": {"type": [{}], "enum": 5}}},
+    ):
+        tools = Tool("f", parameters=schema), Tool("g", strict=True)
+        plan = plan_of(name, Tooling(tools))
+        form = grammar_of(plan)
+        answer = ONE[name].replace("1", '[1, "x"]')
+        assert fits(form, answer)
+        _, arguments, *_ = plan.parser(REQUEST, 0).parts(answer, CUT)
+        assert isinstance(arguments, CallArguments)
+        # Tags say nothing of a value's type, so the text of an unknown parameter is a string.
+        is_text = name == "qwen3coder" and not isinstance(schema.get("properties"), dict)
+        assert json.loads(arguments.text) == {"a": '[1, "x"]' if is_text else [1, "x"]}
+        if name == "qwen3coder":
+            listed = _CODER.format("f", '<parameter=l>\n["</parameter>"]\n</parameter>\n')
+            assert fits(form, listed) == (schema is unclear)
+
+
+@pytest.mark.parametrize("name", ONE)
 def test_without_strict_tools_an_answer_has_no_form(name: str) -> None:
     assert plan_of(name, Tooling(TOOLS)).form is None
     assert plan_of(name, Tooling(STRICT, ToolChoice("none"))).form is None
@@ -300,12 +340,14 @@ def test_tags_have_values_of_each_kind_and_refuse_what_they_cannot_force() -> No
     wrong: tuple[dict[str, Any], ...] = (
         {"properties": {"a": {"type": "string", "maxLength": 3}}}, {"properties": {"a": {"anyOf": [{}]}}},
         {"properties": {"a": {"type": ["string", "null"]}}}, {"minProperties": 1}, {"required": ["a"]},
-        {"properties": {"a": {"enum": ["a", 1]}}}, {"properties": {"a": True}},
+        {"properties": {"a": {"enum": ["a", 1]}}}, {"properties": {"a": True}}, {"properties": {"a": 5}},
+        {"properties": {"a": {"type": [{}]}}}, {"properties": {"a": {"enum": 5}}},
+        {"properties": ["a"]}, {"properties": {"a": {"type": 5}}}, {"required": 5}, {"required": [["a"]]},
+        {"properties": {"a>": {"type": "null"}}},
     )  # fmt: skip
     for each in wrong:
-        with pytest.raises(
-            InvalidRequest, match=r"tools: '(a|minProperties)' in the parameters of 'f' cannot be forced"
-        ):
+        problem = r"tools: .(a|a>|\['a'\]|minProperties|properties|required). in the parameters of 'f' cannot"
+        with pytest.raises(InvalidRequest, match=problem):
             plan_of("qwen3coder", Tooling((Tool("f", parameters=each),), REQUIRED))
         assert plan_of("qwen3coder", Tooling((Tool("f", parameters=each),))).form is None
 

@@ -239,8 +239,17 @@ async def test_functions_in_namespaces_are_called_by_their_full_names(tool_serve
         token_id for token_id in tool_served.engine.requests[-1].prompt_ids if token_id < 256
     )
     chosen = {"type": "function", "name": "time", "namespace": "mcp__clock__"}
-    await answer(tool_served, tools=SPACES, tool_choice=chosen, max_output_tokens=1)
-    assert tool_served.engine.filters[-1] is not None
+    for choice in (chosen, {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "web_search"}, chosen]}):
+        whole = await answer(tool_served, tools=SPACES, tool_choice=choice, max_output_tokens=1)
+        assert whole["tool_choice"] == choice
+        allowed = tool_served.engine.filters[-1]
+        assert allowed is not None
+        calls = (
+            f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}' for name in ("mcp__clock__time", "weather")
+        )
+        right, wrong = ([*call.encode()] for call in calls)
+        assert allowed.accepts([], right) == len(right)
+        assert allowed.accepts([], wrong) < len(wrong)
 
 
 async def test_tools_that_openai_runs_are_left_out_and_named(tool_served: Served) -> None:
@@ -270,6 +279,10 @@ async def test_tools_that_openai_runs_are_left_out_and_named(tool_served: Served
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "web_search"}}, "tool_choice"),
         ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "mcp"}]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [TIME]}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools", "tools": [TIME]}}, "tool_choice"),
         ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
         ({"tool_choice": "required", "text": {"format": {"type": "json_object"}}}, "text.format"),

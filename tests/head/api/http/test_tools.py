@@ -30,6 +30,7 @@ ASKED: dict[str, Any] = {
     "seed": 1,
     "max_tokens": 500,
 }
+NO_TOOL = {"type": "function", "function": {"name": "other"}}
 CALLS = [("weather", '{"city": "Bern"}'), ("time", "{}")]
 
 
@@ -168,6 +169,29 @@ async def test_a_call_that_is_required_has_a_form(tool_served: Served) -> None:
     assert tool_served.engine.filters[-1] is not None
 
 
+def allowed(mode: str, *tools: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+async def test_tools_that_are_not_allowed_are_shown_and_cannot_be_called(tool_served: Served) -> None:
+    engine = tool_served.engine
+    prompts = []
+    for choice in ("auto", allowed("auto", TIME), allowed("required", TIME), allowed("auto", TIME, WEATHER)):
+        answer = await tool_served.ask(CHAT, {**ASKED, "tool_choice": choice, "max_tokens": 1})
+        assert answer.status == 200, answer.body
+        prompts.append(engine.requests[-1].prompt_ids)
+    assert len({*prompts}) == 1  # which the prefix cache finds again
+    unbound, free, forced, every = engine.filters[-4:]
+    assert (unbound, every) == (None, None)
+    assert free is not None
+    assert forced is not None
+    for name, says, is_called in (("time", free, True), ("weather", free, False), ("time", forced, True)):
+        call = [*f'<tool_call>\n{{"name": "{name}", "arguments": {{}}}}\n</tool_call>'.encode()]
+        assert (says.accepts([], call) == len(call)) == is_called
+    assert free.accepts([], [*b"Hello"]) == 5
+    assert forced.accepts([], [*b"Hello"]) == 0
+
+
 OLDER: dict[str, Any] = {
     "messages": ASKED["messages"],
     "functions": [WEATHER["function"], TIME["function"]],
@@ -202,6 +226,14 @@ async def test_the_older_form_has_one_call(tool_served: Served) -> None:
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": {"type": "custom", "function": {"name": "time"}}}, "tool_choice"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice"),
+        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+        ({"tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tool_choice": allowed("auto", {"type": "custom", "function": {"name": "time"}})}, "tool_choice"),
+        ({"tool_choice": allowed("none", TIME)}, "tool_choice"),
+        ({"tool_choice": allowed("auto", TIME, NO_TOOL)}, "tool_choice"),
+        ({"tools": None, "tool_choice": allowed("auto", TIME)}, "tool_choice"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"tools": None, "functions": [{"name": "a b"}]}, "functions[0].name"),
         ({"tools": None, "functions": [{"name": "a"}], "function_call": {"name": "b"}}, "function_call"),

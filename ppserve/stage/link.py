@@ -87,7 +87,7 @@ class HeadLink:
         plan it does not wait, because its draws are not used. Raises TransportError if the head gives up the
         epoch, or ends."""
         with self._changed:
-            self._changed.wait_for(lambda: self._is_lost(plan) or self.masks_of(plan) is not None)
+            self._changed.wait_for(lambda: self.has_given_up(plan.epoch) or self.masks_of(plan) is not None)
         if (masks := self.masks_of(plan)) is None:
             raise TransportError("the epoch was lost while a step waited for its masks")
         return plan.with_masks(masks)
@@ -99,8 +99,9 @@ class HeadLink:
             return (None,) * len(plan.slices)
         return next((of.masks for of in self.masks if (of.epoch, of.step_id) == (plan.epoch, plan.step_id)), None)
 
-    def _is_lost(self, plan: StepPlan) -> bool:
-        return self._has_ended or self.abandoned >= plan.epoch
+    def has_given_up(self, epoch: int) -> bool:
+        """Return whether the head has given up an epoch, or ends with all of them."""
+        return self._has_ended or self.abandoned >= epoch
 
 
 class SocketHeadLink(HeadLink):

@@ -277,7 +277,10 @@ class StageLoop:
         """
         # The error does not tell whether it is: torch's may only lack memory, and Triton's is a RuntimeError.
         self._found.setup.probe()
-        log.warning("epoch %d: %s: %s", number, what, problem := in_words(error))
+        # Waits end with the epoch, and why it ended the head has said.
+        is_expected = isinstance(error, TransportError) and self._link.has_given_up(number)
+        level = logging.DEBUG if is_expected else logging.WARNING
+        log.log(level, "epoch %d: %s: %s", number, what, problem := in_words(error))
         # It is sent first: ending a group may take long, and the others hear of the loss from the head.
         self._link.send(said or wire.Broken(number, f"{type(error).__name__}: {problem}"))
         self.leave_epoch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -182,7 +183,10 @@ def test_a_cancelled_step_does_not_wait_for_its_masks(lone: OneStage) -> None:
     assert lone.hear(wire.Result).result.step_id == 1
 
 
-def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(lone: OneStage) -> None:
+def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(
+    lone: OneStage, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Which the head has wanted: nothing is wrong with the rank."""
     ahead_of_masks(lone, 1)
     lone.tell(wire.Abandon(1))
     assert lone.hear(wire.Broken).epoch == 1
@@ -194,6 +198,7 @@ def test_a_step_that_waits_for_its_masks_ends_with_its_epoch_and_with_the_head(l
     lone.tell(wire.Shutdown())
     assert lone.hear(wire.Broken).epoch == 2
     assert lone.exit_code.result(WITHIN_S) == 0
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
 def with_draw(sent: StepPlan, draw: Draw) -> StepPlan:
@@ -228,7 +233,9 @@ def test_abandon_between_steps(last: OneStage, connector: ByHand) -> None:
     last.enter(2)
 
 
-def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, connector: ByHand) -> None:
+def test_a_neighbour_that_is_gone_breaks_the_epoch_once(
+    last: OneStage, connector: ByHand, caplog: pytest.LogCaptureFixture
+) -> None:
     """Reported before it is left: the head ends the neighbours' waits, while a group takes its time to end."""
     for step_id in (0, 1):
         last.tell(wire.Plan(plan(1, step_id)))
@@ -238,6 +245,7 @@ def test_a_neighbour_that_is_gone_breaks_the_epoch_once(last: OneStage, connecto
     transport.arrived.release()
     broken = last.hear(wire.Broken)
     assert (broken.epoch, broken.reason) == (1, "TransportError: obedient: broken")
+    assert caplog.messages == ["epoch 1: step 0 failed: obedient: broken"]
     assert not transport.closed
     transport.may_close.set()
     last.tell(wire.Abandon(1))

@@ -12,6 +12,10 @@ p stages, m microbatches, B sequences, T tokens, D width.
 
 from __future__ import annotations
 
+from ppserve.process.interrupts import EXIT_INTERRUPTED, end_at_interrupt
+
+end_at_interrupt()
+
 from ppserve.supported import end_unless_supported
 
 end_unless_supported()
@@ -49,7 +53,7 @@ from tour.line import PRACTICE_MODEL, RandomWeights, TourStage, even_split, slic
 from tour.measure import decode_in_rounds, measure_hop, practice_prompts, run_microbatches
 from tour.memory import memory
 from tour.pictures import Pictures
-from tour.ranks import Tour, busy_cores, num_cores, start_ranks
+from tour.ranks import Tour, busy_cores, num_cores, obey_starter, start_ranks
 from tour.rounds import ROUNDS
 from tour.schedule import Schedule, lesson
 
@@ -360,6 +364,7 @@ def main(arguments: Sequence[str]) -> int:
             check(options, options.stages or 2)
             return start_ranks(options.stages or 2, [sys.executable, os.path.abspath(__file__), *arguments])
         check(options, int(os.environ["WORLD_SIZE"]))
+        obey_starter()
         with torch.inference_mode():
             take_the_tour(options)
     except PpserveError as error:
@@ -368,8 +373,14 @@ def main(arguments: Sequence[str]) -> int:
         else:
             time.sleep(2)  # the first rank to go takes the others with it, and one of them is still to speak
         return 1
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        code = main(sys.argv[1:])
+    finally:
+        end_at_interrupt()
+    sys.exit(code)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests and tools are no packages of the environment
 
-from tests.orphans import dying_with_us
+from ppserve.process.lifetime import ending_with_us
 from tools.make_random_gpt2 import Shape, write_checkpoint
 
 THIS_TREE = Path(__file__).parents[1]
@@ -42,7 +42,7 @@ class Address:
 def running(flags: Sequence[str], tree: Path = THIS_TREE) -> Iterator[Address]:
     """A ready server of the checkout `tree` with these flags of `ppserve serve`, and none of its processes
     afterwards, also where the measurement is killed."""
-    command = dying_with_us([sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags])
+    command = ending_with_us([sys.executable, "-m", "ppserve", "serve", *FREE_PORTS, *flags])
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, stdin=subprocess.DEVNULL, cwd=tree,
         env={**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONPATH": str(tree)},

@@ -12,10 +12,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # importing `typing` would take longer than all of this
 if TYPE_CHECKING:
+    from typing import Any
+
     from ppserve.answers import Chunk, Completion, Finish, Options, Timings, Token, Usage
     from ppserve.client import AsyncClient, CallFailed, Client, RetryPolicy, Tls
     from ppserve.errors import ConfigError, InvalidRequest, PpserveError, RequestError, UsageError
@@ -61,6 +61,8 @@ def __getattr__(name: str) -> Any:
     home = _HOME_OF.get(name)
     if home is None:
         raise AttributeError(f"module 'ppserve' has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(home), name)
 
 

@@ -1,6 +1,8 @@
 """`python -m ppserve`, and the command `ppserve`."""
 
-import sys
+from ppserve.process.interrupts import end_at_interrupt
+
+end_at_interrupt()  # before anything is imported that takes time
 
 from ppserve.supported import end_unless_supported
 
@@ -8,11 +10,12 @@ from ppserve.supported import end_unless_supported
 def main() -> None:
     """Run a command where ppserve can run, else say why it cannot."""
     end_unless_supported()
+    from ppserve.cli.main import main as run
+
     try:
-        from ppserve.cli.main import main as run
-    except KeyboardInterrupt:
-        sys.exit(130)
-    run()
+        run()
+    finally:
+        end_at_interrupt()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -289,3 +290,24 @@ def test_a_manifest_that_the_schema_refuses_is_found(text: str, damaged: str, pr
     assert page.count(text) == 1
     document = next(iter(yaml.safe_load_all(page.replace(text, damaged))))
     assert any(each.endswith(problem) for each in problems_of(document))
+
+
+INSIDE = """
+import subprocess, sys
+from pathlib import Path
+from tools.run_dockerfile import Build, Stage
+build = Build(Path("/nowhere"), Path("/nowhere"), [], {})
+subprocess.run(build.inside(Stage(Path("/")), ["sh", "-c", "echo begun; exec sleep 600"]))
+"""
+UNSHARED = ["unshare", "--mount", "--pid", "--fork", "true"]
+
+
+def test_what_runs_in_an_image_ends_with_the_tool_that_is_killed() -> None:
+    if sys.platform != "linux" or subprocess.run(UNSHARED, capture_output=True, check=False).returncode:
+        pytest.skip("needs to be root, with namespaces")
+    command = [sys.executable, "-c", INSIDE]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as tool:
+        assert tool.stdout is not None
+        assert tool.stdout.readline() == "begun\n"
+        tool.kill()
+        assert tool.stdout.read() == "", "the pipe ends with the last process that holds it"

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from ppserve.process.interrupts import end_at_interrupt, exit_at_signals
+
+end_at_interrupt()
+
 import argparse
-import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
-from ppserve.process.lifetime import die_with_parent
+from ppserve.process.lifetime import ending_with_us
 from ppserve.process.progress import write_over
 
 READY = re.compile(r"^ppserve ready .*http=(\S+)$", re.MULTILINE)
@@ -21,14 +23,6 @@ SERVED = re.compile(r"^ppserve [\d.]+: (.*)$", re.MULTILINE)
 """The line of the server's banner that says what it serves, in which numbers."""
 PROGRESS = re.compile(r"^starting, .*$", re.MULTILINE)
 PPSERVE = (sys.executable, "-m", "ppserve")
-ENDINGS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
-
-
-def stop(number: int, _frame: object) -> None:
-    """Ends the server and this program, at the first of these signals."""
-    for ending in ENDINGS:
-        signal.signal(ending, signal.SIG_IGN)
-    sys.exit(128 + number)
 
 
 def show(text: str) -> None:
@@ -53,19 +47,13 @@ def main() -> int:
     known, others = parser.parse_known_args()
     ports = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
     command = [*PPSERVE, "serve", "--model", known.model, "--stages", known.stages, *ports]
-    for ending in ENDINGS:
-        signal.signal(ending, stop)
+    exit_at_signals()
     with tempfile.TemporaryDirectory() as directory:
         log = Path(directory, "server.log")
         with log.open("wb") as output:
             # A session of its own: Ctrl-C is for the conversation. If this program is killed, the server ends too.
-            server = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-                preexec_fn=partial(die_with_parent, os.getpid(), by=signal.SIGTERM),
-            )
+            command = ending_with_us(command, by=signal.SIGTERM)
+            server = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
         try:
             print(f"starting {known.stages} stages of {known.model}", file=sys.stderr)
             said = ""

@@ -113,7 +113,9 @@ class Build:
         change = ["chroot", f"--userspec={stage.user}:{stage.user}", str(stage.root), "/usr/bin/env", "-i"]
         enter = ["sh", "-c", f"cd {shlex.quote(stage.directory)} && exec " + shlex.join(command)]
         script = " && ".join([*mounts, "exec " + shlex.join([*change, *environment, *enter])])
-        return ["unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script]
+        # Nothing goes on inside when this program is killed.
+        dies_with_us = ["setpriv", "--pdeathsig", "KILL"]
+        return [*dies_with_us, "unshare", "--mount", "--pid", "--fork", "--kill-child", "sh", "-c", script]
 
     # ---- steps ----------------------------------------------------------------------------------------
 

@@ -22,11 +22,15 @@ import torch.distributed as dist
 
 import parallel_state
 from ppserve.library import Frames, Transport, create_transport
+from ppserve.process.interrupts import exit_at_signals
+from ppserve.process.lifetime import ending_with_us, signals_blocked
 from tour.pictures import Pictures
 from tour.rounds import ROUGH, median, spread
 
 _TIMEOUT, _PAUSE_WITHIN = timedelta(seconds=300), timedelta(days=1)
 _LOOK_S = 0.5
+_ENDS_WITHIN_S = 40.0
+_LEFT_TO_STARTER = (signal.SIGHUP, signal.SIGINT)
 _BUSY = 0.15
 
 R = TypeVar("R")
@@ -47,8 +51,10 @@ def busy_cores() -> float:
 def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
     """Runs a command once per rank on this host, as torchrun would, and returns an exit code.
 
-    When one rank fails the others are ended: they would wait for it.
+    When one rank fails the others are ended: they would wait for it. So are all at the first signal that ends this
+    process, and by the kernel when it is killed.
     """
+    exit_at_signals()
     listener = socket.create_server(("127.0.0.1", 0))
     port = listener.getsockname()[1]
     # Ranks meet in this store; it lives here, so no rank has to be first.
@@ -57,25 +63,37 @@ def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
     )
     common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
     common |= {"WORLD_SIZE": str(num_ranks), "OMP_NUM_THREADS": "1"}
-    ranks: list[subprocess.Popen[bytes]] = [
-        subprocess.Popen(command, env={**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        for rank in range(num_ranks)
-    ]
+    command = ending_with_us(command, by=signal.SIGTERM)
+    ranks: list[subprocess.Popen[bytes]] = []
     try:
+        with signals_blocked(_LEFT_TO_STARTER):
+            for rank in range(num_ranks):
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                ranks.append(subprocess.Popen(command, env={**os.environ, **common, **own}))
         while True:
             codes = [rank.poll() for rank in ranks]
             if any(codes) or None not in codes:
                 return max(abs(code or 0) for code in codes)
             time.sleep(0.05)
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
     finally:
-        for rank in ranks:
-            if rank.poll() is None:
-                rank.terminate()
-        for rank in ranks:
-            rank.wait()
+        for process in ranks:  # the first ends its server, which the others wait for
+            if process.poll() is None:
+                process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_ENDS_WITHIN_S)
+            process.kill()
+            process.wait()
         del store
+
+
+def obey_starter() -> None:
+    """Leave it to the starter when this rank of `start_ranks` ends. In the first rank SIGTERM raises
+    KeyboardInterrupt, so that its server ends in order."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return
+    signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_STARTER)
+    if os.environ["RANK"] == "0":
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class Tour:

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Unpack
 
 from ppserve import Client, Options
+from ppserve.process.lifetime import ending_with_us
 from tour.errors import TourError
 
 _READY = "ppserve ready grpc="
@@ -53,8 +54,9 @@ def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
     with tempfile.NamedTemporaryFile("w+", errors="replace") as complaints:
         process = subprocess.Popen(
-            command,
+            ending_with_us(command, by=signal.SIGTERM),
             env=environment,
+            start_new_session=True,  # the tour ends it
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=complaints,

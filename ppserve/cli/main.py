@@ -16,6 +16,7 @@ from click.core import ParameterSource
 from ppserve import __version__
 from ppserve.cli import meant
 from ppserve.errors import LauncherError, PpserveError, UsageError, likely_name
+from ppserve.process.interrupts import EXIT_INTERRUPTED, raise_at_interrupt
 from ppserve.process.lifetime import EXIT_USAGE
 
 _RANK_0_REPORTS_WITHIN_S = 2.0
@@ -74,6 +75,8 @@ class _ServeByDefault(click.Group):
         if cmd_name not in self._MODULES:
             return None
         command: click.Command = getattr(import_module(f"ppserve.cli.{self._MODULES[cmd_name]}"), cmd_name)
+        if cmd_name != "serve":  # its ranks and their launcher have handlers of their own, once there is work
+            raise_at_interrupt()
         return command
 
 
@@ -104,7 +107,7 @@ def main() -> None:
         _report(str(error), reports or isinstance(error, LauncherError))
         sys.exit(EXIT_USAGE if isinstance(error, UsageError) else 1)
     except (click.Abort, KeyboardInterrupt):
-        sys.exit(130)
+        sys.exit(EXIT_INTERRUPTED)
     except (RuntimeError, BlockingIOError) as error:
         if not isinstance(error, BlockingIOError) and "start new thread" not in str(error):
             raise

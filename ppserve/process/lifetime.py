@@ -33,6 +33,12 @@ def die_with_parent(parent_pid: int | None = None, by: signal.Signals = signal.S
         os._exit(EXIT_HEAD_GONE)
 
 
+def ending_with_us(command: Sequence[str], by: signal.Signals = signal.SIGKILL) -> list[str]:
+    """Return a command that runs `command` so that the kernel sends it a signal when the thread that starts it
+    ends. It is a command and no `preexec_fn`, whose fork may lock up in a process with threads of gRPC."""
+    return [sys.executable, "-IS", __file__, str(os.getpid()), str(int(by)), *command]
+
+
 def die_with_launcher() -> None:
     """Let the kernel end this rank when torchrun dies, even by SIGKILL."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -40,9 +46,10 @@ def die_with_launcher() -> None:
 
 
 @contextlib.contextmanager
-def signals_blocked() -> Iterator[None]:
-    """Block signals. A child that is started meanwhile gets none until it calls `ignore_signals`."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+def signals_blocked(signals: Sequence[signal.Signals] = ENDING_SIGNALS) -> Iterator[None]:
+    """Block signals. A child that is started meanwhile gets none until it unblocks them, as `ignore_signals`
+    does."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
@@ -54,3 +61,8 @@ def ignore_signals(signals: Sequence[signal.Signals]) -> None:
     for signum in signals:
         signal.signal(signum, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+
+
+if __name__ == "__main__":  # a command of `ending_with_us`
+    die_with_parent(int(sys.argv[1]), signal.Signals(int(sys.argv[2])))
+    os.execvp(sys.argv[3], sys.argv[3:])

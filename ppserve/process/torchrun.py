@@ -13,6 +13,7 @@ import logging
 import math
 import os
 import signal
+import threading
 import uuid
 from collections.abc import Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from typing import Any
 import psutil
 
 from ppserve.process.environment import LAUNCHER_GRACE, number_of
+from ppserve.process.lifetime import HEAD_SIGNALS
 
 # It is longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
@@ -65,6 +67,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
     gc.enable()
     logging.disable(logging.CRITICAL)
     _hand_on_signals()
+    _hold_back_from_ranks(signal.SIGINT, *HEAD_SIGNALS)
     rendezvous_handler_registry.register("ppserve", _make_rendezvous)
     try:
         run(parse_args(_command(num_ranks, arguments)))  # type: ignore[no-untyped-call]
@@ -102,6 +105,18 @@ def _hand_on_signals() -> None:
 
     for signum in (signal.SIGHUP, signal.SIGUSR1):
         signal.signal(signum, on_signal)
+
+
+def _hold_back_from_ranks(*signals: signal.Signals) -> None:
+    """Block these signals in this thread, so that ranks begin with them blocked: they have no handlers yet, and
+    lose none that comes meanwhile. Another thread takes them for this process, whose handlers run as before."""
+
+    def take() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
+        threading.Event().wait()
+
+    threading.Thread(target=take, name="signals", daemon=True).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)
 
 
 def _has_terminal() -> bool:

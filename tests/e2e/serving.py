@@ -20,9 +20,9 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
+from ppserve.process.lifetime import ending_with_us
 from tests import as_gpu
 from tests.forking import ForkedLauncher
-from tests.orphans import dying_with_us
 from tests.slow import require_slow_test
 
 T = TypeVar("T")
@@ -197,7 +197,7 @@ def launch(
         if isinstance(command, Forked):
             return Server(command.start(flags, environment, log_path), log_path)
         process = subprocess.Popen(
-            dying_with_us([*command, *flags]), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+            ending_with_us([*command, *flags]), stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
             env=environment,
         )  # fmt: skip
     return Server(process, log_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import demo
@@ -217,3 +219,67 @@ def test_a_start_is_watched_whose_log_is_no_text(tmp_path: Path) -> None:
     process: Any = None  # it is not to be killed
     _watch_start(process, log, is_ready, tell)
     assert told == ["starting, 3 s: importing"]
+
+
+RANK = """
+import os, signal, sys
+from tour.ranks import obey_starter
+obey_starter()
+print("begun", flush=True)
+try:
+    signal.pause()
+except KeyboardInterrupt:
+    print("rank", os.environ["RANK"], "in order", flush=True)
+"""
+STARTER = """
+import sys
+from tour.ranks import start_ranks
+sys.exit(start_ranks(2, [sys.executable, "-c", sys.argv[1]]))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+@pytest.mark.parametrize(
+    ("ending", "to_all"),
+    [(signal.SIGINT, True), (signal.SIGHUP, True), (signal.SIGTERM, False), (signal.SIGKILL, False)],
+)
+def test_ranks_end_with_the_tour_and_the_first_in_order(ending: signal.Signals, to_all: bool) -> None:
+    """to_all: whether each rank gets the signal too, as from a terminal. The pipe ends with the last that holds
+    it."""
+    command = [sys.executable, "-c", STARTER, RANK]
+    begun = subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert begun.stdout is not None
+    assert [begun.stdout.readline() for _ in range(2)] == ["begun\n"] * 2
+    (os.killpg if to_all else os.kill)(begun.pid, ending)
+    told, errors = begun.communicate(timeout=60)
+    assert (told, errors) == ("rank 0 in order\n", "")
+    assert begun.returncode == (-ending if ending == signal.SIGKILL else 128 + ending)
+
+
+SERVER = """#!/bin/sh
+case "$1" in -IS) exec {python} "$@";; esac
+echo ppserve ready grpc=here
+exec sleep 600
+"""
+RANK_WITH_SERVER = """
+import sys
+from tour.server import serving
+sys.executable = sys.argv[1]
+with serving([], print) as server:
+    print(server.process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_the_server_of_the_tour_ends_with_it_also_when_it_is_killed(tmp_path: Path) -> None:
+    (fake := tmp_path / "python").write_text(SERVER.format(python=sys.executable))
+    fake.chmod(0o755)
+    command = [sys.executable, "-c", RANK_WITH_SERVER, str(fake)]
+    with subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as rank:
+        assert rank.stdout is not None
+        server = psutil.Process(int(rank.stdout.readline()))
+        rank.kill()
+    server.wait(60)

@@ -21,9 +21,9 @@ from pathlib import Path
 
 import pytest
 
+from ppserve.process.lifetime import ending_with_us
 from tests.e2e.serving import READY, START_WITHIN_S
 from tests.forking import ForkedLauncher
-from tests.orphans import dying_with_us
 
 ADDRESSES = ("10.77.0.1", "10.77.0.2")
 ADDRESSES_6 = ("fd77::1", "fd77::2")
@@ -107,7 +107,7 @@ class TwoHosts:
         log_path = self.directory / f"{len(self.agents)}-host{host}.log"
         with log_path.open("wb") as log:
             process = subprocess.Popen(
-                dying_with_us(self.command(host, words)), stdin=subprocess.DEVNULL, stdout=log,
+                ending_with_us(self.command(host, words)), stdin=subprocess.DEVNULL, stdout=log,
                 stderr=subprocess.STDOUT, env={**os.environ, "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self.agents.append(Agent(process, log_path))

@@ -89,17 +89,21 @@ class RequestHandler:
     async def generate(
         self,
         given: GenerationOptions,
-        prompt: Prompt,
+        prompt: Prompt | AskedChat,
         call: Call,
         news: asyncio.Event | None = None,
         deadline_is_error: bool = False,
-        plan: AnswerPlan | None = None,
     ) -> AsyncIterator[RequestStream]:
         """Open a new request's stream, to be read in the block. Leaving the block early ends the request.
 
-        news, deadline_is_error, plan: see `RequestStream`. Raises RequestError if the request is refused.
+        The answers to a chat are told in their parts, too. news, deadline_is_error: see `RequestStream`.
+        Raises RequestError if the request is refused.
         """
         with self.counting_refusals():
+            plan = None
+            if isinstance(prompt, AskedChat):
+                prompt, plan = await self.chat_prompt(prompt, call.caller)
+                given = plan.adjusted(given)
             surrounds = given.add_special_tokens is not False
             prompt_ids = (
                 await self.tokenize("prompt", prompt, surrounds=surrounds) if isinstance(prompt, str) else prompt

@@ -19,7 +19,7 @@ from ppserve.errors import ConfigError, Draining, InvalidRequest, Overloaded, Re
 from ppserve.head.api import call
 from ppserve.head.api.auth import ApiKeys, caller_name, key_of
 from ppserve.head.api.call import INTERNAL_TEXT, Call
-from ppserve.head.api.http.completions import unless_hung_up
+from ppserve.head.api.http.generating import unless_hung_up
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
 from ppserve.head.api.stream import deltas_of
 from ppserve.head.engine import loop

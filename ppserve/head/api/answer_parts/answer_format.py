@@ -20,6 +20,7 @@ from ppserve.head.api.answer_parts.reasoning import Tags
 from ppserve.head.api.answer_parts.source import AnswerEnds, Parsing, Source
 from ppserve.head.api.answer_parts.tool_format import ANY_TEXT, FormPart, ToolFormat
 from ppserve.head.api.answer_parts.tools import Tooling
+from ppserve.head.options import GenerationOptions
 
 CUTS = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
 """The reasons for an end at which the model would have gone on."""
@@ -141,6 +142,12 @@ class AnswerPlan:
     """What the answers must look like; None if the request's own form, or none, says it."""
     shows_special: bool
     """Whether the answers must be read with the names of special tokens in their text."""
+
+    def adjusted(self, given: GenerationOptions) -> GenerationOptions:
+        """Return a request's options with what its answers need to be made and read so."""
+        if self.shows_special:
+            given = replace(given, skip_special_tokens=False)
+        return given if self.form is None else replace(given, structured_output=self.form)
 
     def parser(self, request: Request, index: int, held_text: str = "") -> AnswerParser:
         """Return the parser of one answer.

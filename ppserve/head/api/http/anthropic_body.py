@@ -181,23 +181,24 @@ class MessagesBody(GenerationBody, kw_only=True):
 
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)
-        _ = self.conversation
+        _ = self.prompts
 
     @cached_property
-    def conversation(self) -> AskedChat:
+    def prompts(self) -> Sequence[AskedChat]:
         turns = [Turn(field="system", role="system", texts=[text]) for text in self._system()]
         for place, message in enumerate(self.messages):
             turns += message.turns(f"messages[{place}]")
         messages = to_messages(turns)
         effort = None if self.output_config is None else self.output_config.effort or None
         last = messages[-1].shown if messages else {}
-        return AskedChat(
+        chat = AskedChat(
             messages=messages,
             variables=reasoning_variables(self.thinks, effort),
             continues=last.get("role") == "assistant" and bool(last["content"]) and "tool_calls" not in last,
             tooling=self.tooling,
             form=self.form,
         )
+        return [chat]
 
     def _system(self) -> Iterator[str]:
         """Yield the texts of the system prompt, without the line that differs in every request."""

@@ -10,16 +10,16 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 
 from ppserve.core.request import FinishReason, Request
-from ppserve.errors import RequestError
+from ppserve.errors import InvalidRequest, RequestError
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Json
 from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.blocks import AnswerBlock, BlockAnswers, BlockChange, BlockKind
 from ppserve.head.api.http.bodies import read_body
-from ppserve.head.api.http.completions import ask
 from ppserve.head.api.http.conversation import read_arguments
 from ppserve.head.api.http.responses import ErrorForm, JsonResponse, encode, event
 from ppserve.head.api.request_handler import RequestHandler
+from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import Delta
 
 _STOP_REASONS = {
@@ -54,8 +54,12 @@ _DELTAS: Mapping[BlockKind, tuple[str, str]] = {
 async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:
     """POST /v1/messages/count_tokens."""
     body = await read_body(request, MessagesBody, handler)
-    (prompt,) = (await ask(body, handler, request.state.call.caller)).prompts
-    return JsonResponse({"input_tokens": len(prompt)})
+    (chat,) = body.prompts
+    try:
+        ids, _ = await handler.chat_prompt(chat, request.state.call.caller)
+    except InvalidRequest as error:
+        raise renamed(error, body.names) from None
+    return JsonResponse({"input_tokens": len(ids)})
 
 
 class MessageAnswers(BlockAnswers):

@@ -1,15 +1,8 @@
-"""Records of what a body asks for."""
+"""Objects that are fields of bodies: which sequence is resumed, and which events tell the usage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-
 import msgspec
-
-from ppserve.head.api.answer_parts.answer_format import AnswerPlan
-from ppserve.head.api.requests import Prompt
-from ppserve.head.options import GenerationOptions
 
 
 class Resume(msgspec.Struct, forbid_unknown_fields=True):
@@ -29,12 +22,3 @@ class StreamOptions(msgspec.Struct):
     def asks(self) -> bool:
         """Whether any event is to tell it."""
         return bool(self.include_usage or self.continuous_usage_stats)
-
-
-@dataclass(frozen=True, slots=True)
-class Asked:
-    """The prompts and options of a body. plan: how the answers are read; None if they are only text."""
-
-    prompts: Sequence[Prompt]
-    options: GenerationOptions
-    plan: AnswerPlan | None = None

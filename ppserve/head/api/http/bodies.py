@@ -7,6 +7,7 @@ name (`ppserve.head.api.http.unserved`), unless their value asks for nothing.
 from __future__ import annotations
 
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -118,13 +119,9 @@ class GenerationBody(Body, kw_only=True, dict=True):
         return self.forms[0].output if self.forms else None
 
     @property
-    def conversation(self) -> AskedChat | None:
-        """The chat that is to be answered; None for a body with prompts. Raises InvalidRequest."""
-        return None
-
-    def prompts(self) -> Sequence[Prompt]:
-        """Return the prompts that are to be answered, where there is no chat. Raises InvalidRequest."""
-        raise NotImplementedError
+    @abstractmethod
+    def prompts(self) -> Sequence[Prompt | AskedChat]:
+        """What is to be answered: one or several prompts, or one chat. Raises InvalidRequest."""
 
     def options(self) -> GenerationOptions:
         """Return what the body asks for: here, the options that all of these bodies have."""
@@ -219,9 +216,9 @@ class ChoicesBody(GenerationBody, kw_only=True):
         return self.best_of is not None and self.best_of > (self.n or 1)
 
     @property
+    @abstractmethod
     def num_top(self) -> int | None:
         """How many likely tokens come with each token of an answer; None without log-probabilities."""
-        raise NotImplementedError
 
     def options(self) -> GenerationOptions:
         stop, resume = self.stop, self.resume
@@ -292,6 +289,7 @@ class CompletionBody(ChoicesBody, kw_only=True):
         prompt_scores = "logprobs" if self.prompt_logprobs is None else "prompt_logprobs"
         return {**super().names, "output.prompt_logprobs": prompt_scores}
 
+    @property
     def prompts(self) -> Sequence[Prompt]:
         given = "" if self.prompt is None else self.prompt
         kinds = {type(part) for part in given}

@@ -119,11 +119,11 @@ class ChatBody(ToolBody, kw_only=True):
         for message, own in zip(self.messages, given["messages"], strict=True):
             message.given = own
         # It is made here because a long body is read in a thread.
-        _ = self.conversation
+        _ = self.prompts
 
     @cached_property
-    def conversation(self) -> AskedChat:
-        return AskedChat(
+    def prompts(self) -> Sequence[AskedChat]:
+        chat = AskedChat(
             messages=[
                 ShownMessage(f"messages[{place}]", message.for_template())
                 for place, message in enumerate(self.messages)
@@ -134,6 +134,7 @@ class ChatBody(ToolBody, kw_only=True):
             form=self.form,
             surrounds=bool(self.add_special_tokens),
         )
+        return [chat]
 
     def template_variables(self) -> dict[str, Any]:
         given = {

@@ -215,18 +215,19 @@ class ResponsesBody(GenerationBody, kw_only=True):
             self.echoed["reasoning"] = {**self.echoed["reasoning"], "effort": self.effort}
         if self.tools:
             self.echoed["tools"] = [tool for tool in given["tools"] if tool["type"] in (FUNCTION, NAMESPACE)]
-        _ = self.conversation
+        _ = self.prompts
 
     @cached_property
-    def conversation(self) -> AskedChat:
+    def prompts(self) -> Sequence[AskedChat]:
         items = [Item(role="user", content=self.input)] if isinstance(self.input, str) else self.input
         turns = [Turn(field="instructions", role="system", texts=[self.instructions])] if self.instructions else []
         turns += (item.turn(f"input[{place}]") for place, item in enumerate(items))
         effort = self.effort
         variables = reasoning_variables(None if effort is None else effort != "none", effort)
-        return AskedChat(
+        chat = AskedChat(
             messages=to_messages(turns), variables=variables, tooling=self.tooling, form=self.form, place="input"
         )
+        return [chat]
 
     def options(self) -> GenerationOptions:
         return replace(super().options(), max_tokens=self.max_tokens)

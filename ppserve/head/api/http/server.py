@@ -25,7 +25,7 @@ from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.anthropic_messages import MESSAGES_ERRORS, MessageAnswers, count_tokens
 from ppserve.head.api.http.bodies import CompletionBody
 from ppserve.head.api.http.chat import ChatAnswers, ChatBody
-from ppserve.head.api.http.completions import generate
+from ppserve.head.api.http.generating import generate
 from ppserve.head.api.http.openai_responses import ResponseAnswers, ResponsesBody
 from ppserve.head.api.http.openapi import Endpoint, HttpPath, describe_paths
 from ppserve.head.api.http.page import PageState

@@ -21,7 +21,6 @@ from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.formats import FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin
 from ppserve.head.api.answer_parts.tools import Tool, ToolChoice, Tooling
-from ppserve.head.api.http.completions import planned
 from ppserve.head.engine.streams import SequenceProgress
 from ppserve.head.options import GenerationOptions
 from tests.grammar.words import PADDING, allowed, drawn, fits, library
@@ -291,7 +290,7 @@ def test_a_tokenizer_s_special_tokens_are_drawn_shown_and_read_back(tmp_path: Pa
         Tooling(TOOLS, ToolChoice("required", "f")), ""
     )
     assert plan.form is not None
-    options = planned(GenerationOptions(), plan)
+    options = plan.adjusted(GenerationOptions())
     assert (options.skip_special_tokens, options.structured_output) == (False, plan.form)
     vocabulary = Vocabulary.of(tokenizer.text_bytes, tokenizer.vocab_size, [special_ids["<end>"]])
     drawn_by = GrammarFilter(Grammar(translate(plan.form), vocabulary.for_library(), 0))

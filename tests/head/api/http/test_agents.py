@@ -66,7 +66,7 @@ async def test_codex(tool_served: Served) -> None:
     assert continued == f"{begun}{told}\n"
     assert [begun.count(text) for text in (TASK, '"exec_command"', "Rule 1.")] == [1] * 3
     body = to_body(codex(history, 2, 100, "fake").body, ResponsesBody)
-    assert body.conversation.messages[-2].shown["reasoning_content"] == "Hm."
+    assert body.prompts[0].messages[-2].shown["reasoning_content"] == "Hm."
 
 
 @pytest.mark.parametrize(("limits", "status"), [(Limits().within(200_000), 200), (Limits(), 413)])

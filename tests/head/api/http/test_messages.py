@@ -137,7 +137,7 @@ async def test_an_error_within_a_stream_is_its_last_event(served: Served) -> Non
 def shown(body: dict[str, Any]) -> list[Any]:
     """The messages that templates are given."""
     parsed = parse_body(json.dumps({"messages": HELLO, **body}).encode(), MessagesBody)
-    return [message.shown for message in parsed.conversation.messages]
+    return [message.shown for message in parsed.prompts[0].messages]
 
 
 def text(*texts: str) -> list[dict[str, Any]]:
@@ -205,7 +205,7 @@ def test_a_coding_agent_s_line_that_always_differs_is_no_part_of_the_prompt() ->
 def test_thinking_and_effort_are_variables_of_templates(thinking: object, thinks: bool) -> None:
     body = {"messages": HELLO, "thinking": thinking, "output_config": {"effort": "low"}}
     parsed = parse_body(json.dumps(body).encode(), MessagesBody)
-    assert parsed.conversation.variables == {
+    assert parsed.prompts[0].variables == {
         "enable_thinking": thinks,
         "thinking": thinks,
         "reasoning_effort": "low",

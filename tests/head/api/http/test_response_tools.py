@@ -196,7 +196,7 @@ async def test_a_thought_comes_back_as_its_packed_content_too(tool_served: Serve
 
     def reasoning_of(**item: object) -> object:
         items = [{"type": "reasoning", "summary": [], **item}, {"role": "assistant", "content": "a"}]
-        return to_body({"input": items}, ResponsesBody).conversation.messages[0].shown.get("reasoning_content")
+        return to_body({"input": items}, ResponsesBody).prompts[0].messages[0].shown.get("reasoning_content")
 
     assert reasoning_of(encrypted_content=first["encrypted_content"]) == "Hm."
     for foreign in ("gAAAA", "ppserve:%", "ppserve:/w==", None):

@@ -171,7 +171,7 @@ def test_items_become_the_messages_that_templates_know() -> None:
     def parts(*texts: str) -> list[dict[str, str]]:
         return [{"type": "text", "text": text} for text in texts]
 
-    messages = body_of(instructions="be kind", input=items).conversation.messages
+    messages = body_of(instructions="be kind", input=items).prompts[0].messages
     assert [message.shown for message in messages] == [
         {"role": "system", "content": parts("be kind", "be brief")},
         {"role": "user", "content": parts("one", "two")},
@@ -200,7 +200,7 @@ def test_items_become_the_messages_that_templates_know() -> None:
     ],
 )
 def test_an_effort_is_a_variable_of_templates(reasoning: object, variables: dict[str, Any]) -> None:
-    assert body_of(input="hi", reasoning=reasoning).conversation.variables == variables
+    assert body_of(input="hi", reasoning=reasoning).prompts[0].variables == variables
 
 
 def item(**fields: object) -> dict[str, Any]:

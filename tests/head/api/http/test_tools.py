@@ -288,4 +288,4 @@ def test_tools_are_as_they_were_given() -> None:
     schema = {"type": "object", "properties": {"a": {"const": 1.0}}}
     tool = {"type": "function", "function": {"name": "f", "parameters": schema, "strict": None}}
     body = to_body({**ASKED, "tools": [tool]}, ChatBody)
-    assert json.dumps(body.conversation.tooling.tools[0].parameters) == json.dumps(schema)
+    assert json.dumps(body.prompts[0].tooling.tools[0].parameters) == json.dumps(schema)

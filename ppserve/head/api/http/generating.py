@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
-from contextlib import AsyncExitStack
-from dataclasses import replace
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
+from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from ppserve.errors import InvalidRequest
-from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import Answers
-from ppserve.head.api.http.asked import Asked
 from ppserve.head.api.http.bodies import GenerationBody, read_body
 from ppserve.head.api.http.responses import EventStream, JsonResponse
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import renamed
 from ppserve.head.api.stream import Delta, RequestStream, deltas_of, ordered_deltas_of
-from ppserve.head.options import GenerationOptions
+
+OpeningStream = AbstractAsyncContextManager[RequestStream]
+"""A request that is checked and submitted when the block begins that reads its stream."""
 
 
 async def generate(
@@ -33,34 +32,16 @@ async def generate(
         # The answer has the name in a header, whose value has no spaces at its ends.
         call: Call = request.state.call.named((body.request_id or "").strip())
         request.state.call = call
-        asked = await ask(body, handler, call.caller)
+        options, prompts, news = body.options(), body.prompts, asyncio.Event()
+        asked = [handler.generate(options, prompt, call, news, deadline_is_error=True) for prompt in prompts]
     return await unless_hung_up(request, _answer(handler, call, body, asked, form))
 
 
-async def ask(body: GenerationBody, handler: RequestHandler, caller: str) -> Asked:
-    """Return what a body asks to be generated. Raises RequestError, with the body's names of fields."""
-    try:
-        options, chat = body.options(), body.conversation
-        if chat is None:
-            return Asked(body.prompts(), options)
-        prompt, plan = await handler.chat_prompt(chat, caller)
-        return Asked([prompt], planned(options, plan), plan)
-    except InvalidRequest as error:
-        raise renamed(error, body.names) from None
-
-
-def planned(options: GenerationOptions, plan: AnswerPlan) -> GenerationOptions:
-    """Return the options with what a plan needs."""
-    if plan.shows_special:
-        options = replace(options, skip_special_tokens=False)
-    return options if plan.form is None else replace(options, structured_output=plan.form)
-
-
 async def _answer(
-    handler: RequestHandler, call: Call, body: GenerationBody, asked: Asked, form: type[Answers]
+    handler: RequestHandler, call: Call, body: GenerationBody, asked: Sequence[OpeningStream], form: type[Answers]
 ) -> Response:
     async with AsyncExitStack() as stack:
-        streams = await _open_streams(stack, handler, call, body, asked)
+        streams = await _open_all(stack, asked, body)
         answers = form(call, body, [stream.request for stream in streams], handler)
         if not body.stream:
             whole = [pair async for pair in ordered_deltas_of(streams)]
@@ -73,19 +54,16 @@ async def _answer(
         return EventStream(_events(call, answers, begin, deltas), stack.pop_all())
 
 
-async def _open_streams(
-    stack: AsyncExitStack, handler: RequestHandler, call: Call, body: GenerationBody, asked: Asked
+async def _open_all(
+    stack: AsyncExitStack, asked: Sequence[OpeningStream], body: GenerationBody
 ) -> list[RequestStream]:
-    """Open a stream for each prompt. All of the prompts run, or none does."""
-    news, streams = asyncio.Event(), []
-    for place, prompt in enumerate(asked.prompts):
-        stream = handler.generate(asked.options, prompt, call, news, deadline_is_error=True, plan=asked.plan)
+    """Open the stream of each prompt. All of the prompts run, or none does."""
+    streams = []
+    for place, opening in enumerate(asked):
         try:
-            streams.append(await stack.enter_async_context(stream))
+            streams.append(await stack.enter_async_context(opening))
         except InvalidRequest as error:
-            which = (
-                {} if len(asked.prompts) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
-            )
+            which = {} if len(asked) == 1 else dict.fromkeys(("prompt", "token_ids.ids"), f"prompt[{place}]")
             raise renamed(error, body.names | which) from None
     return streams
 

@@ -81,7 +81,7 @@ race: setup
 chaos: setup
 	$(BIN)/python -m benchmarks.chaos --rows $(ROWS) $(ARGS)
 
-# 250 of them are in `make test`, 2,000 in `make test-all`; `make histories N=100000` is hours of one core.
+# 250 of them are in `make test`, 2,000 in `make test-all`; `make histories N=100000` takes 1.2 hours of one core.
 histories: setup
 	PPSERVE_HISTORIES=$(N) $(BIN)/pytest -q tests/head/engine/test_histories.py -k served $(ARGS)
 

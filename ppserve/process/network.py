@@ -9,6 +9,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import psutil
 
@@ -51,8 +52,12 @@ def find_route(connection: socket.socket, settings: NetworkSettings) -> Route:
     return Route(own, head)
 
 
+@cache
 def local_address() -> str:
-    """Find the address by which processes of this host reach each other. Raises UsageError."""
+    """Find the address by which processes of this host reach each other. Raises UsageError.
+
+    It is tried once: an address of the loopback interface does not change, and every new epoch asks for it.
+    """
     for address in (LOOPBACK, "::1"):
         # If the loopback interface is down, a program can listen on its address, but nobody can reach it.
         with (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Seq
 
@@ -24,13 +23,9 @@ def check_blocks(blocks: BlockManager) -> None:
         for block in table:
             counted[block] += 1
     assert counted == blocks._references
-    free, cached = set(blocks._free), set(blocks._cached)
-    assert len(free) == len(blocks._free)
-    assert not free & cached
-    held = set[int]().union(*blocks._tables.values())
-    assert not held & (free | cached)
-    assert len(free) + len(cached) + len(held) == blocks.num_blocks
-    assert cached <= set(blocks._digest_of)
+    held = [block for block, count in enumerate(counted) if count]
+    assert sorted([*blocks._free, *blocks._cached, *held]) == [*range(blocks.num_blocks)]
+    assert blocks._cached.keys() <= blocks._digest_of.keys()
     assert {digest: block for block, digest in blocks._digest_of.items()} == blocks._block_of
 
 
@@ -93,8 +88,11 @@ def check_request_queue(request_queue: RequestQueue, schedulers: list[Scheduler]
 def check_accounts(request_queue: RequestQueue) -> None:
     """What is kept by request or by caller is of open requests."""
     groups = request_queue.groups
-    accounts = {caller: account.num_live for caller, account in request_queue.queue._accounts.items()}
-    assert Counter(accounts) == Counter(group.request.caller for group in groups.values()), "requests of callers"
+    kept = {caller: account.num_live for caller, account in request_queue.queue._accounts.items()}
+    counted = dict.fromkeys(kept, 0)
+    for group in groups.values():
+        counted[group.request.caller] = counted.get(group.request.caller, 0) + 1
+    assert kept == counted, "requests of callers"
     isolation = request_queue.poison_isolation
     assert {*isolation._losses, *isolation.suspects} <= groups.keys()
     assert isolation.suspects or not isolation._failures

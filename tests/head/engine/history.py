@@ -77,6 +77,7 @@ class History:
         numbers = range(self.num_replicas)
         self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
         self.callers: list[Caller] = []
+        self._num_killers = 0
         self.faults = Faults(self)
 
     def _start_head(self) -> None:
@@ -142,9 +143,11 @@ class History:
 
     def _step(self, within_s: float) -> None:
         waited_s = (self.world.now_ns - SECOND) / SECOND
-        states = [member.state.name for members in self.members for member in members.all]
-        assert waited_s < within_s, f"not served after {waited_s:.0f} s: {states}"
+        assert waited_s < within_s, f"not served after {waited_s:.0f} s: {self._states()}"
         self.world.step()
+
+    def _states(self) -> list[str]:
+        return [member.state.name for members in self.members for member in members.all]
 
     def _is_over(self) -> bool:
         is_answered = all(caller.is_over for caller in self.callers)
@@ -223,6 +226,7 @@ class History:
     def _submit(self, request: Request) -> None:
         caller = Caller(request, self)
         self.callers.append(caller)
+        self._num_killers += request.sampling.seed == POISON_SEED
         self._ask(caller, request)
 
     def _ask(self, caller: Caller, request: Request) -> None:
@@ -271,7 +275,7 @@ class History:
             self.world.note(f"reshape replica {replica}: {split}")
             asked = Asked(replica, split, self.engine.reshape(replica, split))
             self.reshapes.append(asked)
-            asked.formed.add_done_callback(lambda of: self.world.note(f"reshaped {split}: {of}"))
+            asked.formed.add_done_callback(lambda of: self.world.note(f"{split}: {of.exception() or of.result()}"))
 
     def _count_reshape(self, replica: Replica, begin: Callable[..., None], *of: object) -> None:
         begin(*of)
@@ -313,8 +317,7 @@ class History:
             assert len(steps) == 0, "a step is awaited of an epoch that is lost"
         if replica.scheduler is not None:
             check_one_of_several(replica.scheduler)
-        num_killers = sum(caller.request.sampling.seed == POISON_SEED for caller in self.callers)
-        losses = self.faults.number + self.hosts[replica.number].num_deaths + num_killers
+        losses = self.faults.number + self.hosts[replica.number].num_deaths + self._num_killers
         assert members.epoch <= 1 + _EPOCHS_PER_LOSS * losses + 10, "epochs without end"
 
     def _check_the_end(self) -> None:

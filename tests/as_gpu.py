@@ -18,7 +18,7 @@ _chosen = False
 
 
 def choose() -> None:
-    """For this process, and for every server that is started from it."""
+    """Choose so for this process, and for every server that is started from it."""
     global _chosen
     _chosen = True
     os.environ |= {REFERENCE: "1", **{f"PPSERVE_{name.upper()}": str(int(of)) for name, of in SETTINGS.items()}}

@@ -93,7 +93,7 @@ class Page:
         return [f"{rule}: {element}" for rule, element in found]
 
     def press(self, key: str, text: str = "") -> None:
-        """Through the whole of the browser, as from a keyboard."""
+        """Press it as on a keyboard: the whole of the browser sees it."""
         codes = {"Tab": 9, "ArrowLeft": 37, "ArrowRight": 39, " ": 32, "Enter": 13}
         event: dict[str, Any] = {"key": key, "windowsVirtualKeyCode": codes.get(key, ord(key[0]))}
         down = {"type": "keyDown", "text": text} if text else {"type": "rawKeyDown"}

@@ -98,5 +98,5 @@ class ForkedLauncher:
 
 
 def _call(module: str, function: str, *args: Any) -> None:
-    """For functions of modules that pytest's process must not import."""
+    """Call a function of a module that pytest's process must not import."""
     sys.exit(getattr(import_module(module), function)(*args))

@@ -259,7 +259,7 @@ class SimulatedStage:
                 self._numbers.setdefault((slice_.block_table[i // self.block_size], i % self.block_size), -1)
 
     def _compute(self, slice_: Slice) -> tuple[list[int], dict[tuple[int, int], int]]:
-        """For each row of the slice the hash of all numbers up to it, and the numbers that the slice writes."""
+        """Return each row's hash of all numbers up to it, and the numbers that the slice writes."""
         slots = [(slice_.block_table[i // self.block_size], i % self.block_size) for i in range(slice_.end)]
         digest, digests, written = 0, [], {}
         for slot in slots[: slice_.start]:

@@ -326,7 +326,7 @@ def test_the_readme_draws_the_arrows_that_there_are() -> None:
 
 
 def arrows_within(folder: str) -> dict[str, set[str]]:
-    """Between what lies in a folder, its files and its folders: who imports whom."""
+    """Return who imports whom among what lies in a folder, its files and its folders."""
     known = {name for name, _ in modules()}
 
     def place(name: str) -> str | None:
@@ -392,7 +392,10 @@ def docstrings(tree: ast.Module) -> Iterator[str]:
                 yield value.value.strip()
 
 
-FRAGMENT = re.compile(r"(Of|By|As|With|In|From|Those|Likewise|The same)\b")
+FRAGMENT = re.compile(
+    r"(Of|By|As|With|In|From|Those|Likewise|The same|For|Until|Without|Also|And|Or|Per|Through|To|Up|Out|On|At"
+    r"|Before|After|Between|Like|Once|Now|When|While)\b"
+)
 """Words that begin a fragment where a sentence should stand. Help texts are checked by tests/cli/test_help.py."""
 
 

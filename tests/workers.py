@@ -24,7 +24,7 @@ SHARED = "shared_server"
 ANYWHERE = "pytest.mark.any_worker"
 """Each test of a file that has this mark is a group."""
 GRACE_S = 60
-"""After a test's time limit, for its teardown."""
+"""The time that a test's teardown may take after its time limit."""
 
 
 @cache
@@ -81,7 +81,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
-    """For the sake of debuggers, a failure ends all limits; but what the test leaves to its fixtures may hang."""
+    """A failure ends all limits, for the sake of debuggers; but what the test leaves to its fixtures may hang."""
     if isinstance(node, pytest.Item) and not node.config.getoption("usepdb"):
         _end_after(GRACE_S, node.config)
 

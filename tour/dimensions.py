@@ -28,8 +28,8 @@ class Travels:
 
     @classmethod
     def of(cls, arch: Architecture, tensor: int, stages: int) -> Travels:
-        """Between stages, every tensor rank hands the whole row to its like. Within a stage, every rank gives its
-        share of a row to all others: at first of the embedding; in each layer of the heads, of the attention's
+        """Every tensor rank hands the whole row to its like in the next stage. Every rank of a stage gives its
+        share of a row to all its others: at first of the embedding; in each layer of the heads, of the attention's
         result, of the MLP's inner row and of its result; at the end of the logits."""
         of_layers = [arch.width, arch.width, arch.inner_width, arch.width] * arch.num_layers
         rows = [arch.width, *of_layers, arch.vocab_size]

@@ -150,7 +150,7 @@ class WatchedStream:
 
     @property
     def tokens_per_s(self) -> float:
-        """After the first token."""
+        """The speed after the first token."""
         return (len(self.arrivals) - 1) / max(self.arrivals[-1] - self.arrivals[0], 1e-9)
 
 

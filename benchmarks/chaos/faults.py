@@ -62,7 +62,7 @@ if "ppserve.stage" in sys.orig_argv:
 
 
 def wait_for(condition: Callable[[], bool], what: str, within_s: float = WITHIN_S) -> float:
-    """Until it holds. Returns the seconds that this took."""
+    """Wait until it holds. Return the seconds that this took."""
     begun_s = time.monotonic()
     while not condition():
         assert time.monotonic() < begun_s + within_s, f"not in time: {what}"
@@ -94,7 +94,7 @@ def run_under_streams(
 
 
 def wait_for_tokens(crowd: Crowd) -> None:
-    """Until every stream has brought one from now on."""
+    """Wait until every stream has brought one from now on."""
     now_s = time.monotonic()
     wait_for(lambda: sum(s > now_s for s in crowd.latest_s.values()) == crowd.callers, "tokens of all streams")
 

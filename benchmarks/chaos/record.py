@@ -64,7 +64,7 @@ class Crowd:
     schemas: Sequence[Mapping[str, Any]] = ()
     """Schemas by which answers are valid JSON, each caller's by one of them; without any, they are free text."""
     latest_s: dict[int, float] = field(default_factory=dict)
-    """When each had its latest token."""
+    """The time of each one's latest token."""
     _over: threading.Event = field(default_factory=threading.Event)
 
     def ask_undisturbed(self) -> None:

@@ -59,7 +59,7 @@ if os.environ.get("RANK") == "0" and "ppserve" in sys.orig_argv:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """Per request, of whatever was sampled, with the bounds of a 95% interval."""
+    """How much what was sampled grows with each request, with the bounds of a 95% interval."""
 
     per_request: float
     low: float
@@ -140,7 +140,7 @@ class Soak:
         wait_for(lambda: num_epochs(self._server) > so_far, "an epoch")
 
     def head_growth(self) -> Growth | None:
-        """Without the warm-up."""
+        """Return the growth of the head's memory after the warm-up."""
         return growth([sample for sample in self.rss if sample[0] >= WARM_UP * self._num_requests])
 
 

@@ -37,10 +37,10 @@ class Answer:
 
     question: Question
     intended_s: float
-    """When it was due, from which its latency counts."""
+    """The time at which it was due, from which its latency counts."""
     ended_s: float
     arrivals: tuple[tuple[float, int], ...]
-    """When each message with tokens arrived, and how many tokens it had."""
+    """The time at which each message with tokens arrived, and how many tokens it had."""
     status: str
     """OK, the name of a gRPC status, or what the answer lacked."""
     problem: str = ""

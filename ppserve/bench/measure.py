@@ -78,7 +78,7 @@ def poisson_arrivals(rate: float, seed: int) -> Iterator[float]:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """When sending stops; requests in flight still end. At least one of the two is set."""
+    """The end of sending; requests in flight still end. At least one of the two is set."""
 
     num_requests: int | None = None
     duration_s: float = math.inf

@@ -45,7 +45,7 @@ class SamplingParams:
 
 @dataclass(frozen=True, slots=True)
 class StopConditions:
-    """When a sequence ends."""
+    """What ends a sequence."""
 
     max_tokens: int
     """The most tokens that may be generated. It has been lowered if prompt and answer would not fit the

@@ -1,4 +1,4 @@
-"""When a process of the server ends: with which other process, by which signals, and what its exit code means."""
+"""The end of a server's process: with which other process, by which signals, and what its exit code means."""
 
 from __future__ import annotations
 

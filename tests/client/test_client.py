@@ -34,7 +34,7 @@ def undisturbed(**options: object) -> list[Chunk]:
 
 
 def texts(chunks: list[Chunk]) -> dict[int, tuple[str, list[object], list[int]]]:
-    """Per sequence: text, tokens and the offsets that its chunks say."""
+    """Return each sequence's text, tokens and the offsets that its chunks say."""
     indices = {chunk.index for chunk in chunks}
     return {
         index: (

@@ -231,6 +231,6 @@ def _be_new(name: str) -> None:
 
 
 def _close_all_but(kept: int = 2) -> None:
-    """And but standard input, output and error."""
+    """Close all descriptors beyond standard input, output and error, but this one."""
     os.closerange(3, kept)
     os.closerange(max(kept + 1, 3), resource.getrlimit(resource.RLIMIT_NOFILE)[0])

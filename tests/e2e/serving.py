@@ -112,11 +112,11 @@ class Server:
         return [pid for pid in self.seen if alive(pid)]
 
     def wait_gone(self) -> None:
-        """Until no process of this server is alive."""
+        """Wait until no process of this server is alive."""
         wait_until(lambda: not self.left_over(), lambda: f"left over: {self.left_over()}")
 
     def wait_for_line(self, pattern: str, since: int = 0) -> None:
-        """Until the log has such a line, behind its first `since` characters."""
+        """Wait until the log has such a line, behind its first `since` characters."""
         wait_until(lambda: re.search(pattern, self.log[since:]), lambda: f"no line {pattern!r}\n{self.log}")
 
     def metric(self, sample_name: str, **labels: str) -> float:
@@ -204,7 +204,7 @@ def launch(
 
 
 def wait_ready(server: Server) -> Server:
-    """Until the ready line; fails with the log when the server ends or takes too long."""
+    """Wait until the ready line; fail with the log when the server ends or takes too long."""
 
     def match() -> re.Match[str] | None:
         assert server.process.poll() is None, f"the server ended with {server.process.poll()}\n{server.log}"

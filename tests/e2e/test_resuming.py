@@ -41,7 +41,7 @@ def read(process: subprocess.Popen[str], count: int = -1) -> str:
 
 
 def kill_head(server: Server) -> None:
-    """Until it is gone its ports are taken."""
+    """Kill it, and wait until it is gone: its ports are taken until then."""
     os.kill(head := server.head_pid(), signal.SIGKILL)
     wait_until(lambda: not alive(head))
 

@@ -25,7 +25,7 @@ def library() -> LLTokenizer:
 
 
 def compiled(kind: Any, source: Any = "") -> Grammar:
-    """Without a process."""
+    """Compile it in this process."""
     text = source if isinstance(source, str) else json.dumps(source)
     return Grammar(translate(StructuredOutput(kind, text)), library(), len(text))
 

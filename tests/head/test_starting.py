@@ -1,4 +1,4 @@
-"""While a pipeline starts, the log names what is missing, and the server ends when nothing happens."""
+"""The log names what is missing while a pipeline starts, and the server ends when nothing happens."""
 
 from __future__ import annotations
 

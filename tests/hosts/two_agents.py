@@ -108,7 +108,7 @@ class TwoAgents:
         return "\n".join(f"--- {path.name}\n{path.read_text(errors='replace')[-4000:]}" for path in paths)
 
     def wait_ready(self, times: int = 1) -> None:
-        """Until that many heads in all have said that they serve."""
+        """Wait until that many heads in all have said that they serve."""
         wait_until(
             lambda: len(READY.findall(self.everything())) >= times,
             lambda: f"not ready in time\n{self.logs}", START_WITHIN_S, self.everything,

@@ -151,7 +151,7 @@ class TwoHosts:
         return seen
 
     def pull_cable(self, seconds: float) -> None:
-        """Out for so long."""
+        """Pull it out for so long."""
         self.cable(connected=False)
         time.sleep(seconds)
         self.cable(connected=True)

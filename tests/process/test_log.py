@@ -22,7 +22,7 @@ SPEAKS = "print('said', file=sys.stderr, flush=True); print('said', flush=True);
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full")
 @pytest.mark.parametrize(("survives", "code"), [(True, 3), (False, 1)])
 def test_a_full_disk_ends_nothing(survives: bool, code: int) -> None:
-    """Without that a full disk ends it, as a control."""
+    """A control shows that a full disk ends a process which does not survive it."""
     program = f"import logging, sys\n{SURVIVES if survives else 'pass'}\n{SPEAKS}\nsys.exit(3)"
     with Path("/dev/full").open("w") as full:
         ended = subprocess.run([sys.executable, "-c", program], stdout=full, stderr=full, timeout=60)

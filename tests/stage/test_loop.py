@@ -158,7 +158,7 @@ def test_a_step_that_was_sent_ahead_takes_the_token_that_the_step_before_drew(lo
 
 
 def ahead_of_masks(lone: OneStage, step_id: int) -> None:
-    """After a prompt of three tokens, a step is sent whose mask is not known yet."""
+    """Send a step whose mask is not known yet, after a prompt of three tokens."""
     lone.tell(wire.Plan(plan(1, step_id - 1, (1, 2, 3), 0)))
     masked = with_draw(plan(1, step_id, (), 3), Draw(SamplingParams(seed=5)))
     lone.tell(wire.Plan(replace(masked, is_ahead=True, awaits_masks=True)))
@@ -275,8 +275,8 @@ class Counts(DeviceSetup):
 
 
 def test_a_cache_is_kept_while_epochs_have_as_many_blocks_and_else_made_anew(connector: ByHand) -> None:
-    """Also where the stage's own layers stay: others may hold more or less, so a block table may name other
-    blocks."""
+    """It is so where the stage's own layers stay, too: others may hold more or less, so a block table may name
+    other blocks."""
     CountingBackend.made = []
     with ThreadPoolExecutor(1) as threads:
         compute = Counts(torch.device("cpu"), "float32", 1)

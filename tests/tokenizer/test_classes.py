@@ -32,7 +32,7 @@ def write(directory: Path, model: dict[str, Any], tokenizer: dict[str, Any]) -> 
 
 
 def added(*tokens: dict[str, Any]) -> dict[str, Any]:
-    """More tokens behind the built-in model's."""
+    """Return fields that add these tokens behind the built-in model's."""
     size = len(maker.read_ranks(VOCABULARIES["tiny"])) + 1
     return {"added_tokens_decoder": {size + i: {**MARKS, **token} for i, token in enumerate(tokens)}}
 

@@ -35,8 +35,8 @@ MAX_TOGETHER = 32
 SLOW_S = 0.001
 """The engine waits for no mask of a request whose last one took longer."""
 ALONE = 16
-"""After masks that were made together were slow, so many of each request are made alone, and after the next time
-so many times more: for which of them was slow is not known."""
+"""So many masks of each request are made alone after those that were made together were slow, and so many times
+more after the next time: for which of them was slow is not known."""
 MAX_KEPT = 4
 """So many of a request's last masks are kept: its other sequences may have the same tokens."""
 

@@ -18,7 +18,7 @@ class Point(NamedTuple):
     """What happened between two readings of the server; rounded, because every page is sent all points."""
 
     at_s: float
-    """When it ended, on the engine's clock."""
+    """The time of its end, on the engine's clock."""
     tokens_per_s: float
     ttft_s: float | None
     """The median time to the first token; None if no request got one."""

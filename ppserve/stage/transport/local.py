@@ -23,7 +23,7 @@ class _Frame:
     step_id: int
     hidden_TD: torch.Tensor
     made: torch.cuda.Event | None
-    """On a GPU, an event after the work that computes them; None on CPUs."""
+    """An event after the work that computes them, on a GPU; None on CPUs."""
 
     @classmethod
     def record(cls, step_id: int, hidden_TD: torch.Tensor) -> _Frame:

@@ -204,7 +204,7 @@ def prompt_of(num_tokens: int, salt: int = 0) -> tuple[int, ...]:
 def a_request(
     name: str, num_prompt: int = 6, max_tokens: int = 6, salt: int | None = None, **fields: object
 ) -> Request:
-    """Without `stop` it ends by max_tokens only."""
+    """Return a request that ends by max_tokens only, unless `stop` says more."""
     stop = fields.pop("stop", StopConditions(max_tokens, ignore_eos=True))
     prompt = prompt_of(num_prompt, mix(*name.encode()) if salt is None else salt)
     return Request(name, prompt, stop, **fields)  # type: ignore[arg-type]

@@ -161,7 +161,7 @@ def test_a_wait_longer_than_the_deadline_is_refused_at_once() -> None:
 
 
 def test_old_measurements_of_the_throughput_fade_and_time_without_a_step_is_none() -> None:
-    """After one half-life at another speed, both count alike."""
+    """Both speeds count alike after one half-life at the other."""
     throughput = Throughput()
     throughput.started(0.0)
     now = 0.0

@@ -17,7 +17,7 @@ from tests.simulated_stage import EOS_ID, VOCAB_SIZE, MadeUpFilter, expected_ans
 
 @dataclass(frozen=True)
 class Ends(MadeUpFilter):
-    """After two tokens of an answer it does what its subclass says."""
+    """It does what its subclass says after two tokens of an answer."""
 
     def allowed(self, output_ids: Seq[int]) -> bytes | None:
         return super().allowed(output_ids) if len(output_ids) < 2 else self.at_end()

@@ -57,6 +57,6 @@ async def tool_server(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator
 
 @pytest.fixture
 async def tool_served(tool_server: Served) -> AsyncIterator[Served]:
-    """Like `served`, with a template for tools. Tests tell the engine what it says."""
+    """What `served` is, with a template for tools. Tests tell the engine what it says."""
     yield tool_server
     tool_server.engine.reset()

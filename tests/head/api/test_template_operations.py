@@ -24,7 +24,7 @@ SHAPES = {
     "zephyr": ("<|", "|>\n", "</s>\n", ""),
     "harmony": ("<|start|>", "<|message|>", "<|end|>", ""),
 }
-"""Before a role, between it and the content, behind that, before all."""
+"""The texts before a role, between it and the content, behind that, and before all."""
 
 SPECIAL = [
     *{

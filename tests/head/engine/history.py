@@ -72,7 +72,7 @@ class History:
         self._turn_is_due = self._has_failed = False
         self.head_sleeps_until_ns = 0
         self.losses: Counter[str] = Counter()
-        """At which a request was in flight, since its latest token."""
+        """How many losses a request was in flight at, since its latest token."""
         self._start_head()
         numbers = range(self.num_replicas)
         self.hosts = [Host(world, self.network, self.control, self.grid, number) for number in numbers]
@@ -107,7 +107,7 @@ class History:
         self.engine = Engine(self.replicas, self.control, lambda *_: None, hand_over, clock)
 
     def run(self) -> list[str]:
-        """To its end. Returns what happened; raises AssertionError with that where an invariant does not hold."""
+        """Live it to its end. Return what happened; raise AssertionError with it if an invariant does not hold."""
         try:
             self._live()
         except Exception as error:
@@ -299,7 +299,7 @@ class History:
     # ---- what must hold -------------------------------------------------------------------------------
 
     def _check(self) -> None:
-        """After every turn."""
+        """Check the invariants, after every turn."""
         assert not self._has_failed, f"the server ends: {self.engine.failed.result()}"
         num_new = sum(group.admitted_s is None for group in self.request_queue.groups.values())
         assert num_new <= _MAX_QUEUE

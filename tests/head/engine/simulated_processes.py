@@ -27,7 +27,7 @@ from tests.simulated_stage import SimulatedStage
 
 POISON_SEED = 666
 MOST_SUBLAYERS = 5
-"""More of them a rank cannot have on a host that lacks something."""
+"""The most sublayers that a rank can have on a host that lacks something."""
 _FROZEN_S = 4.0
 _JOIN_WITHIN_S = 25.0
 _RETRY_EVERY_S = 0.2
@@ -140,7 +140,7 @@ class StageProcess:
     # ---- life -----------------------------------------------------------------------------------------
 
     def do(self, action: Callable[[], None]) -> None:
-        """Now; when the process continues, if it stands still; never, if it has ended."""
+        """Act now; when the process continues, if it stands still; never, if it has ended."""
         if self.is_frozen:
             self._waiting.append(action)
         elif self.is_alive:

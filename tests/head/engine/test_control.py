@@ -84,7 +84,7 @@ class Rank:
         return wire.Proof(rank, make_proof("rank", secret, rank, self.challenge.nonce, b"mine"), b"mine")
 
     def prove(self, control: Plane, rank: int) -> Rank:
-        """Up to the head's Welcome."""
+        """Prove who it is, up to the head's Welcome."""
         self.say(self.proof(rank))
         welcome = wire.Welcome(make_proof("head", SECRET, rank, self.challenge.nonce, b"mine"))
         assert self.hear_from(control) == [welcome]
@@ -128,7 +128,7 @@ def until(control: Plane, condition: Callable[[Events], bool]) -> Events:
 
 
 def told(events: Events) -> list[tuple[int, object]]:
-    """Without times: (rank, message or cause)."""
+    """Return (rank, message or cause) of each, without its time."""
     return [(event.rank, event.message if isinstance(event, Received) else event.cause) for event in events]
 
 
@@ -238,7 +238,7 @@ def test_of_too_many_strangers_the_oldest_go_and_a_rank_still_gets_in(control: P
 
 
 def test_without_free_descriptors_ranks_are_served_and_nothing_spins(control: Plane) -> None:
-    """Once there are descriptors again, those that waited get in."""
+    """The ranks that waited get in when there are descriptors again."""
     rank, stranger = control.greeted(0), Rank(control)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as late:
@@ -263,7 +263,7 @@ def test_without_free_descriptors_ranks_are_served_and_nothing_spins(control: Pl
 
 
 def test_a_new_process_is_accepted_once_the_old_ones_end_was_read(control: Plane) -> None:
-    """Before that it is told to try again. What the old one said last comes before its end."""
+    """The new one is told to try again before that. What the old one said last comes before its end."""
     last_words = wire.Broken(1, "reset")
     old, early, new = control.greeted(0), Rank(control), Rank(control)
     early.say(early.proof(0))

@@ -124,7 +124,7 @@ def dies_three_times(pipeline: MembersRig) -> None:
 
 
 def does_not_come_back(pipeline: MembersRig) -> None:
-    """For longer than the 60 s that streams wait for a shape."""
+    """Keep a rank away for longer than the 60 s that streams wait for a shape."""
     pipeline.loaded(0)
     pipeline.lose(1, "exit")
     for _ in range(120):

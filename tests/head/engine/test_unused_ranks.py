@@ -40,7 +40,7 @@ def test_an_unused_rank_that_was_away_for_long_has_time_to_come_back_once_it_is_
 
 
 def test_after_a_shape_is_taken_back_its_ranks_have_their_time_anew() -> None:
-    """Also the one that was away while no shape used it."""
+    """One of them was away while no shape used it."""
     pipeline = started_pipeline(3)
     formed = pipeline.divide(4, 4)
     pipeline.lose(2, "exit")

@@ -73,7 +73,7 @@ async def with_page(look: Callable[[browser.Page, dict[str, Any]], None], stops:
 
 
 def put(shown: dict[str, Any], of: dict[str, Any]) -> None:
-    """At once: a page that is made meanwhile has one state or the other."""
+    """Change what is shown at once: a page that is made meanwhile has one state or the other."""
     for name in shown.keys() - of.keys():
         del shown[name]
     shown.update(of)
@@ -122,7 +122,7 @@ async def test_a_stage_that_is_away_is_named_with_those_who_wait_for_it() -> Non
 
 
 async def test_no_state_is_wider_than_the_window() -> None:
-    """Also just below and above the widths at which the page is laid out in another way."""
+    """The widths tried are also those just below and above where the page is laid out in another way."""
 
     def look(page: browser.Page, shown: dict[str, Any]) -> None:
         for of in STATES.values():

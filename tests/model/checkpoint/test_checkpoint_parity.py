@@ -35,7 +35,7 @@ def test_every_format_and_field(tmp_path: Path, variant: str) -> None:
 def test_four_readers_of_a_head_for_whom_no_tile_has_as_many_rows(
     tmp_path: Path, width: int, inner: int, head: int
 ) -> None:
-    """On CPUs tiles of attention have 1, 3 or 6: what the last one fills up is memory that is there."""
+    """Tiles of attention have 1, 3 or 6 on CPUs: what the last one fills up is memory that is there."""
     of = {"hidden_size": width, "intermediate_size": inner, "head_dim": head}
     authored = hugging_face(tmp_path, model="Llama", num_attention_heads=8, num_key_value_heads=2, **of)
     for split in ("2,1", "1.5,1.5", "1,2"):

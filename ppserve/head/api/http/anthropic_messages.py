@@ -48,7 +48,7 @@ _DELTAS: Mapping[BlockKind, tuple[str, str]] = {
     "reasoning": ("thinking_delta", "thinking"),
     "call": ("input_json_delta", "partial_json"),
 }
-"""For each kind of block, the type of the deltas by which it grows, and the field that has the new text."""
+"""The type of the deltas by which a block of each kind grows, and the field that has the new text."""
 
 
 async def count_tokens(request: HttpRequest, handler: RequestHandler) -> Response:

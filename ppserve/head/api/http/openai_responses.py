@@ -80,7 +80,7 @@ _DELTAS: Mapping[BlockKind, str] = {
     "reasoning": "response.reasoning_text",
     "call": "response.function_call_arguments",
 }
-"""For each kind of block, the first part of the names of the events by which it grows."""
+"""The first part of the names of the events by which a block of each kind grows."""
 
 
 class ContentPart(msgspec.Struct):

@@ -64,7 +64,7 @@ HEADS, EXPAND, PROJECT, READ, LINEAR, OUTPUT, NORM = range(1, 8)
 """Kinds of jobs."""
 
 _PIECE_BYTES = 256 << 10
-"""For each tile of rows, a thread multiplies so many bytes of weights before it takes the next piece of work."""
+"""A thread multiplies so many bytes of weights with each tile of rows before it takes the next piece of work."""
 
 
 def as_table(*records: tuple[int | np.float32, ...]) -> NDArray[np.int64]:

@@ -146,7 +146,7 @@ def test_any_text_in_any_pieces_is_the_whole_one(
 
 @pytest.mark.parametrize("name", BY_FORMAT)
 def test_without_tools_an_answer_is_text(name: str) -> None:
-    """Also one that looks like a call, and with tools that may not be called."""
+    """One that looks like a call is text, too, and so it is with tools that may not be called."""
     for tooling in (Tooling(), Tooling(TOOLING.tools, choice=none())):
         plan = plan_of(name, tooling=tooling)
         for case in BY_FORMAT[name].values():

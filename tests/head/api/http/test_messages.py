@@ -106,7 +106,7 @@ async def test_a_message_as_events(served: Served) -> None:
 async def test_an_end_is_told_in_anthropic_s_words(
     served: Served, stream: bool, reason: FinishReason, matched: int | str | None, told: str, sequence: str | None
 ) -> None:
-    """Also where nothing was said before it."""
+    """Nothing need be said before it."""
     served.engine.by_hand = True
     asked = asyncio.create_task(ask(served, stream=stream, stop_sequences=["END"]))
     await served.engine.until(lambda engine: bool(engine.requests))
@@ -181,7 +181,7 @@ def test_messages_become_those_that_templates_know() -> None:
 
 
 def test_a_coding_agent_s_line_that_always_differs_is_no_part_of_the_prompt() -> None:
-    """Or no prefix of a prompt would ever be found in the cache."""
+    """If it were one, no prefix of a prompt would ever be found in the cache."""
     line = "x-anthropic-billing-header: cc_version=2.1.36.{}; cc_entrypoint=cli; cch={};"
     alone = shown({"system": text("You are an agent.", "Be brief.")})
     for number in ("1a", "2b"):

@@ -170,7 +170,7 @@ async def test_what_its_length_cuts_is_incomplete(tool_served: Served, length: i
 
 
 async def test_the_template_is_shown_functions_and_a_history_of_calls(tool_served: Served) -> None:
-    """Also when a call's arguments are what no JSON is: the model has written them."""
+    """A call's arguments may be no JSON: the model has written them."""
     call = {"type": "function_call", "call_id": "c", "name": "time", "arguments": '{"a": 1, "b'}
     output = {"type": "function_call_output", "call_id": "c", "output": "noon"}
     await answer(tool_served, input=[{"role": "user", "content": "hi"}, call, output], max_output_tokens=1)

@@ -22,7 +22,7 @@ _WARM = 3
 
 
 class Batches:
-    """For one thread, the only one of its process."""
+    """Runs batches in one thread, the only one of its process."""
 
     def __init__(self, kept: tuple[Kept, ...]) -> None:
         torch.set_num_threads(1)

@@ -265,7 +265,7 @@ BUDGET = {
     "ppserve/stage/*.py": 1_690,
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_900,
-    "ppserve/head/api/**/*.py": 7_400,
+    "ppserve/head/api/**/*.py": 7_480,  # the newer doors say which fields of chats they refuse
     "ppserve/head/observe/*.py": 985,
     "ppserve/model/*.py": 2_120,
     "ppserve/model/compiled/*.py": 760,

@@ -29,8 +29,14 @@ class Tool:
 
     @property
     def schema(self) -> Mapping[str, Any]:
-        """The schema that its arguments must fit: they are an object, unless the schema says otherwise."""
-        return NO_PARAMETERS if self.parameters is None else {"type": "object", **self.parameters}
+        """The schema that its arguments must fit, which are an object."""
+        return NO_PARAMETERS if self.parameters is None else {**self.parameters, "type": "object"}
+
+    @property
+    def may_be_object(self) -> bool:
+        """Whether the parameters, as they were given, say that arguments are an object, or do not say."""
+        kind = (self.parameters or {}).get("type")
+        return kind is None or "object" in (kind if isinstance(kind, list) else [kind])
 
     def for_template(self) -> dict[str, Any]:
         """Return OpenAI's record of it, which chat templates show."""
@@ -85,8 +91,9 @@ class Tooling:
         """How many calls an answer may have; None if it may have any number."""
         return 1 if self.choice.name is not None or not self.parallel else None
 
-    def violations(self, function: str = "") -> Iterator[Violation]:
-        """Yield the mistakes. function: what stands between a tool and its name in the protocol's fields."""
+    def violations(self, function: str = "", parameters: str = "parameters") -> Iterator[Violation]:
+        """Yield the mistakes. function: what stands between a tool and its name in the protocol's fields.
+        parameters: the protocol's name of that field."""
         names = [tool.name for tool in self.tools]
         if len(names) > MAX_TOOLS:
             yield Violation("tools", f"{len(names)} tools; the limit is {MAX_TOOLS}")
@@ -96,6 +103,8 @@ class Tooling:
                 yield Violation(f"tools[{place}]{function}.name", "not 1 to 128 letters, digits or any of _.:/-")
             elif name in names[:place]:
                 yield Violation(f"tools[{place}]{function}.name", f"there are two tools {name!r}")
+            if not self.tools[place].may_be_object:
+                yield Violation(f"tools[{place}]{function}.{parameters}.type", "arguments are an object")
         if self.is_forced and not self.tools:
             yield Violation("tool_choice", "only with tools")
         elif self.choice.names == ():

@@ -21,7 +21,7 @@ from ppserve.head.api.http.conversation import (
     to_messages,
 )
 from ppserve.head.api.http.forms import AskedForm, TextFormat, of_text_format
-from ppserve.head.api.http.unserved import OF_MESSAGES, Neutral
+from ppserve.head.api.http.unserved import OF_ALL, OF_MESSAGES, OF_NEWER, Neutral
 from ppserve.head.options import GenerationOptions
 
 # A coding agent's first block of `system` begins so. It differs in every request: with it, no prefix of a prompt
@@ -134,7 +134,7 @@ class OutputConfig(msgspec.Struct):
 class MessagesBody(GenerationBody, kw_only=True):
     """The body of /v1/messages."""
 
-    unserved: ClassVar[Mapping[str, Neutral]] = OF_MESSAGES
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_ALL, **OF_NEWER, **OF_MESSAGES}
 
     messages: list[AnthropicMessage]
     system: str | list[ContentBlock] | None = None
@@ -144,6 +144,8 @@ class MessagesBody(GenerationBody, kw_only=True):
     tools: list[AnthropicTool] | None = None
     tool_choice: AnthropicToolChoice | None = None
     output_config: OutputConfig | None = None
+    output_format: TextFormat | None = None
+    """The older name of the configuration's `format`."""
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
@@ -157,7 +159,7 @@ class MessagesBody(GenerationBody, kw_only=True):
             yield from tool.violations(f"tools[{place}]")
         if self.tool_choice is not None and self.tool_choice.choice is None:
             yield Violation("tool_choice", f"not one of {', '.join(_CHOICES)}, nor tool with its name")
-        yield from self.tooling.violations()
+        yield from self.tooling.violations(parameters="input_schema")
 
     @property
     def thinks(self) -> bool:
@@ -174,10 +176,10 @@ class MessagesBody(GenerationBody, kw_only=True):
             parallel=not named.disable_parallel_tool_use,
         )
 
-    @cached_property
-    def forms(self) -> tuple[AskedForm, ...]:
+    def own_forms(self) -> Iterator[AskedForm]:
         format = None if self.output_config is None else self.output_config.format
-        return tuple(of_text_format("output_config.format", format))
+        yield from of_text_format("output_config.format", format)
+        yield from of_text_format("output_format", self.output_format)
 
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)

@@ -33,7 +33,7 @@ from ppserve.head.api.http.forms import (
 )
 from ppserve.head.api.http.json_errors import violation_of
 from ppserve.head.api.http.responses import HttpError
-from ppserve.head.api.http.unserved import OF_BOTH, OF_COMPLETIONS, SERVED, Neutral, asks
+from ppserve.head.api.http.unserved import OF_ALL, OF_COMPLETIONS, SERVED, Neutral, asks
 from ppserve.head.api.request_handler import RequestHandler, run_in_thread_if_long
 from ppserve.head.api.requests import Prompt, outside
 from ppserve.head.api.stream import AT_THE_END
@@ -52,7 +52,7 @@ _GZIP = ("gzip", "x-gzip")
 # Templates and answers show the content of these fields as it is, so whole floats in them stay floats.
 _SHOWN = (
     *("messages", "documents", "chat_template_kwargs", "response_format", "structured_outputs", "guided_json"),
-    *("input", "tools", "functions", "text", "output_config", "metadata"),
+    *("input", "tools", "functions", "text", "output_config", "output_format", "metadata"),
 )
 
 
@@ -97,11 +97,26 @@ class GenerationBody(Body, kw_only=True, dict=True):
     stream_interval: int | None = None
     priority: int | None = None
     request_id: str | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: JsonValue | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     @cached_property
     def forms(self) -> tuple[AskedForm, ...]:
         """The forms that the answers should have: at most one can be served. Raises InvalidRequest."""
-        return ()
+        return (
+            *self.own_forms(),
+            *of_structured_outputs(self.structured_outputs),
+            *of_kinds("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
+        )
+
+    def own_forms(self) -> Iterator[AskedForm]:
+        """Yield the forms that the fields of this protocol ask for. Raises InvalidRequest."""
+        return iter(())
 
     def keep(self, given: dict[str, Any]) -> None:
         # It is done here because a long body is read in a thread.
@@ -142,6 +157,8 @@ class GenerationBody(Body, kw_only=True, dict=True):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             priority=self.priority,
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
             structured_output=self.form,
         )
 
@@ -154,7 +171,7 @@ class GenerationBody(Body, kw_only=True, dict=True):
 class ChoicesBody(GenerationBody, kw_only=True):
     """The fields that completions and chats share. Their answers are a list of choices."""
 
-    unserved: ClassVar[Mapping[str, Neutral]] = OF_BOTH
+    unserved: ClassVar[Mapping[str, Neutral]] = OF_ALL
 
     n: int | None = None
     best_of: int | None = None
@@ -162,8 +179,6 @@ class ChoicesBody(GenerationBody, kw_only=True):
     max_tokens: int | None = None
     max_completion_tokens: int | None = None
     """OpenAI's newer name of `max_tokens`."""
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool | None = None
     stop: str | list[str] | None = None
@@ -176,19 +191,9 @@ class ChoicesBody(GenerationBody, kw_only=True):
     stream_options: StreamOptions | None = None
     resume: Resume | None = None
     response_format: ResponseFormat | None = None
-    structured_outputs: StructuredOutputs | None = None
-    guided_json: JsonValue | None = None
-    guided_regex: str | None = None
-    guided_choice: list[str] | None = None
-    guided_grammar: str | None = None
 
-    @cached_property
-    def forms(self) -> tuple[AskedForm, ...]:
-        return (
-            *of_response_format(self.response_format),
-            *of_structured_outputs(self.structured_outputs),
-            *of_kinds("guided_", self.guided_json, self.guided_regex, self.guided_choice, self.guided_grammar),
-        )
+    def own_forms(self) -> Iterator[AskedForm]:
+        return of_response_format(self.response_format)
 
     def violations(self) -> Iterator[Violation]:
         yield from super().violations()
@@ -206,9 +211,8 @@ class ChoicesBody(GenerationBody, kw_only=True):
     def ignored(cls, given: Mapping[str, Any]) -> Iterator[str]:
         yield from super().ignored(given)
         options = given.get("stream_options")
-        for name in options if isinstance(options, dict) else ():
-            if name not in StreamOptions.__struct_fields__:
-                yield f"stream_options.{name}"
+        names = [*options] if isinstance(options, dict) else []
+        yield from (f"stream_options.{name}" for name in names if name not in StreamOptions.__struct_fields__)
 
     @property
     def chooses(self) -> bool:
@@ -228,8 +232,6 @@ class ChoicesBody(GenerationBody, kw_only=True):
             super().options(),
             max_tokens=self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens,
             n=self.best_of if self.chooses else self.n,
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
             # The likeliest answers are found by the log-probabilities of their tokens.
             logprobs=0 if self.num_top is None and self.chooses else self.num_top,
             prompt_logprobs=self.prompt_logprobs,
@@ -257,7 +259,7 @@ class ChoicesBody(GenerationBody, kw_only=True):
 class CompletionBody(ChoicesBody, kw_only=True):
     """The body of /v1/completions."""
 
-    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_COMPLETIONS}
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_ALL, **OF_COMPLETIONS}
 
     prompt: str | list[str | int | list[int]] | None = None
     echo: bool | None = None

@@ -15,7 +15,7 @@ from ppserve.head.api.call import Call
 from ppserve.head.api.http.answers import ChoiceAnswers, Json, PromptProgress
 from ppserve.head.api.http.conversation import read_arguments
 from ppserve.head.api.http.tools import ToolBody, message_of
-from ppserve.head.api.http.unserved import OF_BOTH, OF_CHATS, Neutral
+from ppserve.head.api.http.unserved import OF_ALL, OF_CHATS, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
 
@@ -29,10 +29,15 @@ _OTHER_FIELDS = {
 
 
 class TextPart(msgspec.Struct):
-    """A part of a message's content. Only texts are served."""
+    """A part of a message's content. Only texts are served; an assistant's refusal is one."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+
+def _as_text(part: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "text", "text": part.get("refusal")} if part["type"] == "refusal" else part
 
 
 class CalledFunction(msgspec.Struct):
@@ -56,16 +61,19 @@ class ChatMessage(msgspec.Struct):
     tool_calls: list[ToolCall] | None = None
     function_call: CalledFunction | None = None
     audio: Any = None
+    refusal: str | None = None
     given: Any = msgspec.field(default=None, name="")
     """The message as the caller gave it: templates show other fields too."""
 
     def violations(self, place: str) -> Iterator[Violation]:
-        if self.content is None and not self.tool_calls and self.function_call is None:
+        says = self.content is not None or self.refusal is not None
+        if not says and not self.tool_calls and self.function_call is None:
             yield Violation(f"{place}.content", "missing")
         if self.audio:
             yield Violation(f"{place}.audio", "not served")
-        if isinstance(self.content, list) and any(part.type != "text" for part in self.content):
-            yield Violation(f"{place}.content", "only text is served")
+        for number, part in enumerate(self.content if isinstance(self.content, list) else ()):
+            if part.type not in ("text", "refusal"):
+                yield Violation(f"{place}.content[{number}]", "only text is served")
 
     def for_template(self) -> dict[str, Any]:
         """Return the message as transformers and vLLM give it to a template.
@@ -73,9 +81,9 @@ class ChatMessage(msgspec.Struct):
         A field or part that is null is absent, and the arguments of calls are objects.
         """
         message = {name: value for name, value in self.given.items() if value is not None}
-        content = message.get("content") or ""
+        content = message.get("content") or message.get("refusal") or ""
         if isinstance(content, list):
-            content = [part for part in content if part.get("text") is not None]
+            content = [part for part in map(_as_text, content) if part.get("text") is not None]
         message["content"] = content or ""
         if self.tool_calls:
             message["tool_calls"] = [
@@ -95,7 +103,7 @@ class ChatMessage(msgspec.Struct):
 class ChatBody(ToolBody, kw_only=True):
     """The body of /v1/chat/completions."""
 
-    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_BOTH, **OF_CHATS}
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_ALL, **OF_CHATS}
 
     messages: list[ChatMessage]
     has_logprobs: bool | None = msgspec.field(default=None, name="logprobs")

@@ -41,7 +41,7 @@ from ppserve.head.api.http.response_tools import (
 )
 from ppserve.head.api.http.responses import encode, event
 from ppserve.head.api.http.tools import ALLOWED, CHOICES, FUNCTION
-from ppserve.head.api.http.unserved import OF_RESPONSES, Neutral
+from ppserve.head.api.http.unserved import OF_ALL, OF_NEWER, OF_RESPONSES, Neutral
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.head.api.stream import Delta
 from ppserve.head.options import GenerationOptions
@@ -84,10 +84,16 @@ _DELTAS: Mapping[BlockKind, str] = {
 
 
 class ContentPart(msgspec.Struct):
-    """A part of a content. Only texts are served."""
+    """A part of a content. Only texts are served; a refusal is one."""
 
     type: str
     text: str | None = None
+    refusal: str | None = None
+
+    @property
+    def said(self) -> str | None:
+        """The part's text; None if it has none, or is of another type."""
+        return self.refusal if self.type == "refusal" else self.text if self.type in _TEXTS else None
 
 
 Content = str | list[ContentPart]
@@ -112,7 +118,7 @@ class Item(msgspec.Struct):
         for name in ("content", "output", "summary"):
             given = getattr(self, name)
             for number, part in enumerate(given if isinstance(given, list) else ()):
-                if part.type not in _TEXTS or part.text is None:
+                if part.said is None:
                     yield Violation(f"{place}.{name}[{number}]", "only text is served")
 
     def turn(self, place: str) -> Turn:
@@ -158,7 +164,7 @@ class TextConfig(msgspec.Struct):
 class ResponsesBody(GenerationBody, kw_only=True):
     """The body of /v1/responses."""
 
-    unserved: ClassVar[Mapping[str, Neutral]] = OF_RESPONSES
+    unserved: ClassVar[Mapping[str, Neutral]] = {**OF_ALL, **OF_NEWER, **OF_RESPONSES}
 
     input: str | list[Item]
     instructions: str | None = None
@@ -204,9 +210,8 @@ class ResponsesBody(GenerationBody, kw_only=True):
         yield from super().ignored(given)
         yield from ignored_tools(given.get("tools"))
 
-    @cached_property
-    def forms(self) -> tuple[AskedForm, ...]:
-        return tuple(of_text_format("text.format", None if self.text is None else self.text.format))
+    def own_forms(self) -> Iterator[AskedForm]:
+        return of_text_format("text.format", None if self.text is None else self.text.format)
 
     def keep(self, given: dict[str, Any]) -> None:
         super().keep(given)
@@ -239,7 +244,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
 
 
 def _texts(content: Content | None) -> list[str]:
-    return [content] if isinstance(content, str) else [part.text or "" for part in content or ()]
+    return [content] if isinstance(content, str) else [part.said or "" for part in content or ()]
 
 
 class ResponseAnswers(BlockAnswers):

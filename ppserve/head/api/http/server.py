@@ -129,17 +129,18 @@ class HttpServer(Listener):
         """Answer for an unknown path or method, which needs a key like others."""
         assert isinstance(error, HTTPException)
         reason = error.detail.upper().replace(" ", "_")
-        message = self._why_missing(request)
+        message = self._why_missing(request, error)
 
         async def refuse(_request: Request, _handler: RequestHandler) -> NoReturn:
             raise HttpError(error.status_code, reason, message, headers=error.headers)
 
         return await self._answer(refuse, request)
 
-    def _why_missing(self, request: Request) -> str:
+    def _why_missing(self, request: Request, error: HTTPException) -> str:
         path = request.scope["path"]
-        if (served := self._by_path.get(path)) is not None:
-            return f"{path} takes {served.method}, not {request.method}"
+        if error.status_code == 405:
+            takes = {*(error.headers or {})["Allow"].split(", ")} - {"HEAD"}
+            return f"{path[:100]} takes {', '.join(takes)}, not {request.method}"
         if path == "/metrics":
             return "the metrics have a port of their own (--metrics-port, 9400 by default)"
         helps = did_you_mean(path, self._by_path) or "; GET /openapi.json lists the paths"

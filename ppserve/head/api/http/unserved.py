@@ -14,7 +14,7 @@ Neutral = tuple[object, ...]
 
 NOTHING: Neutral = (False, "", [], {})
 
-OF_BOTH: Mapping[str, Neutral] = {
+OF_ALL: Mapping[str, Neutral] = {
     "guided_whitespace_pattern": NOTHING,
     "kv_transfer_params": NOTHING,
     "logits_processors": NOTHING,
@@ -23,7 +23,7 @@ OF_BOTH: Mapping[str, Neutral] = {
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
 }
-"""Completions and chats refuse these fields."""
+"""All doors refuse these fields."""
 
 SERVED: Mapping[str, Neutral] = {
     **dict.fromkeys(("function_call", "functions", "tool_choice", "tools"), NOTHING),
@@ -37,7 +37,7 @@ SERVED: Mapping[str, Neutral] = {
     "response_format": (*NOTHING, {"type": "text"}),
     "structured_outputs": NOTHING,
 }
-"""Completions and chats serve these fields, which count as absent with these values."""
+"""Doors that serve these fields count them as absent with these values."""
 
 OF_COMPLETIONS: Mapping[str, Neutral] = {
     "prompt_embeds": NOTHING,
@@ -52,25 +52,36 @@ OF_CHATS: Mapping[str, Neutral] = {
     "web_search_options": (False, "", []),  # {} asks for a search
 }
 
-WITHOUT_IDS: Mapping[str, Neutral] = {
-    "resume": NOTHING,
-    "return_token_ids": NOTHING,
+OF_NEWER: Mapping[str, Neutral] = {
+    **dict.fromkeys(("add_generation_prompt", "skip_special_tokens"), (True, "", [], {})),
+    **dict.fromkeys(("add_special_tokens", "continue_final_message", "echo"), NOTHING),
+    **dict.fromkeys(("best_of", "n"), (*NOTHING, 1)),
+    **dict.fromkeys(("chat_template_kwargs", "documents", "reasoning_effort"), NOTHING),
+    "function_call": (*NOTHING, "none", "auto"),
+    **dict.fromkeys(("functions", "include_stop_str_in_output", "stop"), NOTHING),
+    **dict.fromkeys(("logprobs", "prompt_logprobs", "return_tokens_as_token_ids"), NOTHING),
+    **dict.fromkeys(("max_completion_tokens", "truncate_prompt_tokens"), NOTHING),
+    "response_format": (*NOTHING, {"type": "text"}),
+    # Their answers have no token ids, so none can be resumed.
+    **dict.fromkeys(("resume", "return_token_ids"), NOTHING),
+    "top_logprobs": (*NOTHING, 0),
 }
-"""Answers of messages and responses have no token ids, so none can be resumed."""
+"""Messages and responses refuse these fields, which completions or chats serve."""
 
 OF_MESSAGES: Mapping[str, Neutral] = {
-    **WITHOUT_IDS,
     "container": NOTHING,
     "mcp_servers": NOTHING,
+    "parallel_tool_calls": (True, "", [], {}),
+    "prompt": NOTHING,
 }
 
 OF_RESPONSES: Mapping[str, Neutral] = {
-    **WITHOUT_IDS,
     "background": NOTHING,
     "conversation": NOTHING,
+    "max_tokens": NOTHING,
+    "messages": NOTHING,
     "previous_response_id": NOTHING,
     "prompt": NOTHING,
-    "top_logprobs": (*NOTHING, 0),
 }
 
 

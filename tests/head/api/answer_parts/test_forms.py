@@ -351,6 +351,14 @@ def test_tags_have_values_of_each_kind_and_refuse_what_they_cannot_force() -> No
         assert plan_of("qwen3coder", Tooling((Tool("f", parameters=each),))).form is None
 
 
+@pytest.mark.parametrize("name", sorted(ONE.keys() - {"qwen3coder"}))  # whose tags make an object of anything
+def test_arguments_are_an_object_whatever_else_they_may_be(name: str) -> None:
+    either = {**SCHEMA, "type": ["object", "null"]}
+    form = grammar_of(plan_of(name, Tooling((Tool("f", parameters=either),), REQUIRED)))
+    assert fits(form, ONE[name])
+    assert not fits(form, ONE[name].replace('{"a": 1}', "null"))
+
+
 def test_names_of_tools_that_begin_alike_are_told_apart() -> None:
     tools = Tool("get"), Tool("get_all"), Tool("get.x")
     for name in ONE:

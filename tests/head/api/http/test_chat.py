@@ -84,7 +84,17 @@ async def test_the_template_s_end_of_text_is_a_token_and_a_message_s_is_text(ser
         ({"messages": [{"role": "tool", "content": "hi"}]}, "messages"),
         ({"messages": [*HELLO, {"role": "robot", "content": "hi"}]}, "messages[1].role"),
         ({"messages": [*HELLO, {"role": "assistant", "content": None}]}, "messages[1].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content"),
+        *(
+            (
+                {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, part]}]},
+                "messages[0].content[1]",
+            )
+            for part in (
+                {"type": "image_url", "image_url": {"url": "data:"}},
+                {"type": "input_audio"},
+                {"type": "file"},
+            )
+        ),
         *(({"messages": HELLO, name: value}, name) for name, value in UNSERVED.items()),
         ({"messages": [{"role": "assistant", "audio": {"id": "a"}, "content": "a"}]}, "messages[0].audio"),
         ({"messages": [{"role": "assistant", "tool_calls": []}]}, "messages[0].content"),
@@ -228,6 +238,29 @@ async def test_parts_without_a_text_are_none(served: Served) -> None:
         answer = await served.ask(CHAT, {"messages": [{"role": "user", "content": content}], "max_tokens": 1})
         assert answer.status == 200, answer.body
         assert list(served.engine.requests[-1].prompt_ids) == [*b"u:", *text, EOS, *b"\na:"]
+
+
+async def test_a_refusal_of_an_earlier_answer_is_its_text(served: Served) -> None:
+    """Another model may have made it."""
+    part = {"type": "refusal", "refusal": "no"}
+    for said in ({"content": [part]}, {"content": None, "refusal": "no"}, {"content": "no", "refusal": None}):
+        messages = [*HELLO, {"role": "assistant", **said}, *HELLO]
+        answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
+        assert answer.status == 200, answer.body
+        assert list(served.engine.requests[-1].prompt_ids) == [
+            *b"u:hi",
+            EOS,
+            *b"\na:no",
+            EOS,
+            *b"\nu:hi",
+            EOS,
+            *b"\na:",
+        ]
+    nothing = {
+        "messages": [*HELLO, {"role": "assistant", "content": [{**part, "refusal": None}]}],
+        "max_tokens": 1,
+    }
+    assert (await served.ask(CHAT, nothing)).status == 200
 
 
 async def test_a_chat_as_a_whole_is_bounded(served: Served) -> None:

@@ -205,6 +205,7 @@ async def test_one_use_where_parallel_ones_are_disabled(tool_served: Served) -> 
         ({"tools": [WEATHER, {"name": "f"}]}, "tools[1].input_schema"),
         ({"tools": [WEATHER, {"name": "a b", "input_schema": {}}]}, "tools[1].name"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
+        ({"tools": [{"name": "f", "input_schema": {"type": "array"}}]}, "tools[0].input_schema.type"),
         ({"tools": [{"name": f"f{n}", "input_schema": {}} for n in range(129)]}, "tools"),
         ({"tool_choice": {"type": "required"}}, "tool_choice"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice"),

@@ -226,8 +226,19 @@ async def test_an_answer_of_a_given_form(served: Served) -> None:
         ({"type": "yaml"}, "output_config.format.type"),
         ({"type": "json_schema", "schema": {"not": {}}}, "output_config.format.schema"),
     ):
-        status, _, message = await refusal(served, output_config={"format": given})
-        assert (status, message.startswith(field)) == (400, True), message
+        for body in ({"output_config": {"format": given}}, {"output_format": given}):
+            status, _, message = await refusal(served, **body)
+            name = field if "output_config" in body else field.replace("config.", "")
+            assert (status, message.startswith(name)) == (400, True), message
+
+
+async def test_a_form_in_vllm_s_words_is_one_too(served: Served) -> None:
+    for given in ({"guided_choice": ["a"]}, {"structured_outputs": {"regex": "a"}}):
+        await ask(served, **given)
+        assert served.engine.filters[-1] is not None
+        both = {**given, "output_config": {"format": {"type": "json_object"}}}
+        status, _, message = await refusal(served, **both)
+        assert (status, message.endswith("not together with output_config.format")) == (400, True), message
 
 
 async def test_tokens_are_counted_as_a_message_uses_them(served: Served) -> None:

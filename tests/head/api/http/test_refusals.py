@@ -159,6 +159,7 @@ async def test_both_a_prompt_and_messages_are_a_prompt(served: Served) -> None:
         ("GET", "/nowhere", "there is no path '/nowhere' on this server; GET /openapi.json lists the paths"),
         ("GET", "/metrics", "the metrics have a port of their own (--metrics-port, 9400 by default)"),
         ("GET", "/v1/completions", "/v1/completions takes POST, not GET"),
+        ("POST", "/v1/models/tiny", "/v1/models/tiny takes GET, not POST"),
     ],
 )
 async def test_another_path_is_answered_with_what_was_meant(

@@ -160,7 +160,7 @@ def test_items_become_the_messages_that_templates_know() -> None:
         {"type": "function_call_output", "call_id": "c1", "output": "a"},
         {"type": "function_call_output", "call_id": "c2", "output": [{"type": "input_text", "text": "b"}]},
         {"type": "reasoning", "summary": [{"type": "summary_text", "text": "short"}]},
-        said("assistant", "output_text", "four"),
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "four"}]},
         said("user", "input_text", "five", "six"),
         {"type": "reasoning", "summary": [], "encrypted_content": "?"},
     ]  # fmt: skip
@@ -216,6 +216,8 @@ def item(**fields: object) -> dict[str, Any]:
         (item(content="a"), "input[1].role"),
         (item(role="user"), "input[1].content"),
         (item(role="user", content=[{"type": "input_image", "image_url": "a"}]), "input[1].content[0]"),
+        (item(role="user", content=[{"type": "input_image", "refusal": "a"}]), "input[1].content[0]"),
+        (item(role="assistant", content=[{"type": "refusal", "text": "a"}]), "input[1].content[0]"),
         (item(type="item_reference", id="a"), "input[1].type"),
         (item(type="function_call", call_id="a", name="b"), "input[1].arguments"),
         (item(type="function_call_output", call_id="a"), "input[1].output"),

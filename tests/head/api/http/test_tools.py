@@ -30,6 +30,7 @@ ASKED: dict[str, Any] = {
     "seed": 1,
     "max_tokens": 500,
 }
+OF_TYPE = "tools[0].function.parameters.type"
 NO_TOOL = {"type": "function", "function": {"name": "other"}}
 CALLS = [("weather", '{"city": "Bern"}'), ("time", "{}")]
 
@@ -223,6 +224,10 @@ async def test_the_older_form_has_one_call(tool_served: Served) -> None:
         ({"tools": [{"type": "function", "function": {"name": "f" * 129}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": f"f{n}"}} for n in range(129)]}, "tools"),
         ({"tools": [{"type": "function"}]}, "tools[0].function"),
+        *(
+            ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": kind}}}]}, OF_TYPE)
+            for kind in ("array", ["string", "null"], 5, {}, [])
+        ),
         ({"tool_choice": "any"}, "tool_choice"),
         ({"tool_choice": {"type": "function", "function": {"name": "other"}}}, "tool_choice"),
         ({"tools": [], "tool_choice": "required"}, "tool_choice"),

@@ -275,9 +275,9 @@ BUDGET = {
     "ppserve/tokenizer/*.py": 960,
     "ppserve/grammar/*.py": 1_200,
     "ppserve/library/*.py": 880,
-    "ppserve/client/*.py": 700,  # it says in words where caller and server disagree about TLS
+    "ppserve/client/*.py": 725,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,
-    "ppserve/cli/*.py": 2_775,  # so does the chat over HTTP
+    "ppserve/cli/*.py": 2_900,  # flags are named for fields, and what cannot be is refused
     "tests/**/*.py": 42_900,  # what doors must agree in took 300; signals at every moment and absurd flags 500
     "benchmarks/**/*.py": 4_400,
     "README.md": 200,

@@ -14,6 +14,7 @@ from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 from ppserve.cli.client import trusting
+from ppserve.client.messages import SERVES_ONE_THAT_ANSWERS, no_server
 from ppserve.errors import PpserveError
 
 _READS_WITHIN_S = 120.0
@@ -205,7 +206,7 @@ class ChatServer:
         if isinstance(error, ConnectionResetError):
             return f"{self.url} hangs up before it answers; a server with --tls-cert is asked with https://"
         why = "" if isinstance(error, ConnectionRefusedError) else f" ({error})"
-        return f"no server at {self.url}{why}; {START_ONE}"
+        return no_server(self.url, why)
 
     def _no_http(self, error: http.client.HTTPException) -> str:
         """Say that the answer is no HTTP. The error's own text is not shown: it may be bytes of another
@@ -218,10 +219,6 @@ class ChatServer:
         except (AttributeError, LookupError, TypeError, ValueError):
             sent = event.decode("utf-8", "replace").strip()[:200]
             raise PpserveError(f"{self.url} sent no event of a chat: {sent!r}") from None
-
-
-START_ONE = "start one with: ppserve serve --model smollm2"
-_ONE_THAT_ANSWERS = "; a model that answers: ppserve serve --model smollm2"
 
 
 def parse_url(text: str) -> SplitResult:
@@ -237,7 +234,9 @@ def parse_url(text: str) -> SplitResult:
 def _problem(content: bytes) -> str:
     try:
         error = json.loads(content)["error"]
-        helps = _ONE_THAT_ANSWERS if error.get("code") == "no_chat_template" else ""
-        return " ".join(str(error["message"]).split()) + helps
+        problem = " ".join(str(error["message"]).split())
+        if error.get("code") == "no_chat_template":
+            problem += f"; a model that answers: {SERVES_ONE_THAT_ANSWERS}"
+        return problem
     except (AttributeError, ValueError, KeyError, TypeError):
         return content.decode("utf-8", "replace").partition("\n")[0][:200] or "the server gave no reason"

@@ -8,11 +8,12 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import ssl
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from itertools import starmap
 from pathlib import Path
 from typing import Any, cast
@@ -37,7 +38,7 @@ from ppserve.errors import ConfigError, PpserveError
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.auth import read_keys
 from ppserve.head.limits import MAX_COUNT
-from ppserve.head.options import RANGES
+from ppserve.head.options import PATHS, RANGES
 from ppserve.process.progress import ProgressLine
 
 _SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:", "vsock:")  # gRPC judges its own
@@ -136,9 +137,35 @@ def _form(json_schema: Path | None, regex: str | None) -> StructuredOutput | Non
     return StructuredOutput("json_schema", schema)
 
 
+def _flag(option: str) -> str:
+    return f"--{_FLAGS.get(option, option.replace('_', '-'))}"
+
+
+_FLAG_OF_FIELD = {
+    **dict.fromkeys(("prompt", "text", "token_ids.ids"), "PROMPT"),
+    **{PATHS.get(name, name): _flag(name) for name, _, _ in _REQUEST_OPTIONS},
+}
+_OPTION = re.compile(rf"\b(?:{'|'.join(name for name, _, _ in _REQUEST_OPTIONS if '_' in name)})\b")
+
+
+@contextlib.contextmanager
+def naming_flags(flags: Mapping[str, str]) -> Iterator[None]:
+    """Let an error about fields of a request name what set them. flags: the flag of each field."""
+    try:
+        yield
+    except CallFailed as failure:
+        if not failure.violations:
+            raise
+        wrong = {
+            f"{flags.get(each.field.partition('[')[0], each.field)}: "
+            f"{_OPTION.sub(lambda option: _flag(option[0]), each.problem)}": None
+            for each in failure.violations
+        }
+        raise PpserveError("; ".join(wrong)) from None
+
+
 def _request_option(name: str, kind: Any, text: str) -> click.Option:
-    flag = _FLAGS.get(name, name.replace("_", "-"))
-    names = [f"--{flag}", name]
+    names = [_flag(name), name]
     if kind is bool:
         return click.Option(names, help=text, is_flag=True)
     if isinstance(kind, tuple):
@@ -219,8 +246,10 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     """
     if sys.__stdout__ is None:
         raise PpserveError("standard output is closed")
+    form = {"structured_output": "--json-schema" if flags["regex"] is None else "--regex"}
     try:
-        asyncio.run(_answer(prompt, _options(flags), flags, as_json, stream))
+        with naming_flags(_FLAG_OF_FIELD | form):
+            asyncio.run(_answer(prompt, _options(flags), flags, as_json, stream))
     except KeyboardInterrupt:
         if sys.stdout.isatty():
             say("")  # the text's line has no end yet
@@ -258,11 +287,8 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
             await restart_and_tell(client, replica, pause, lambda text: line.show(text, time.monotonic()))
 
     try:
-        asyncio.run(run())
-    except CallFailed as failure:
-        if "pauses" not in (violation.field for violation in failure.violations):
-            raise
-        raise PpserveError(f"--pause is needed: {failure.violations[0].problem}") from None
+        with naming_flags({"replica": "--replica", "pauses": "--pause is needed"}):
+            asyncio.run(run())
     finally:
         line.erase()
     say(f"replica {replica} serves again")

@@ -74,6 +74,8 @@ class _ServeByDefault(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in self._MODULES:
             return None
+        if cmd_name != "serve":  # what gRPC says of a failed call is in the command's own line
+            os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         command: click.Command = getattr(import_module(f"ppserve.cli.{self._MODULES[cmd_name]}"), cmd_name)
         if cmd_name != "serve":  # its ranks and their launcher have handlers of their own, once there is work
             raise_at_interrupt()

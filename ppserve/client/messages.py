@@ -30,9 +30,14 @@ _NO_HOST = re.compile(
 _ANOTHER = re.compile(_AT + "Failed parsing HTTP/2")
 _NO_TLS = re.compile(_AT + "Tls handshake failed.*WRONG_VERSION_NUMBER")
 _NOT_TRUSTED = re.compile(_AT + "Tls handshake failed.*CERTIFICATE_VERIFY_FAILED: ([^:]+)")
+_ANOTHER_NAME = re.compile(_AT + "Custom verification check failed.*Hostname Verification Check")
 _HANGS_UP = re.compile(
     "failed to connect to all addresses.*" + _AT + ".*(?:Socket closed|Connection reset by peer)"
 )
+
+
+SERVES_ONE_THAT_ANSWERS = "ppserve serve --model smollm2"
+"""The command that is proposed where there is no server, or none whose model answers."""
 
 
 @dataclass(eq=False)
@@ -145,10 +150,15 @@ def read_failure(error: grpc.RpcError) -> CallFailed:
     return CallFailed(name, in_words(error.details() or ""), named.reason, violations, retry_after_s)
 
 
+def no_server(place: str, why: str = "") -> str:
+    """Say that nobody listens at a place, and what to do. why: what is known about it."""
+    return f"no server at {place}{why}; start one with: {SERVES_ONE_THAT_ANSWERS}"
+
+
 def in_words(problem: str) -> str:
     """Explain gRPC's text where it found no gRPC server at an address; return others as they are."""
     if found := _NOBODY.search(problem):
-        return f"no server at {unquote(found[1])}; start one with `ppserve serve`"
+        return no_server(unquote(found[1]))
     if found := _ANOTHER.search(problem):
         why = f"{unquote(found[1])} speaks HTTP or another protocol, not gRPC"
         return f"{why}; give the server's gRPC port (--port, 50051 by default)"
@@ -157,9 +167,12 @@ def in_words(problem: str) -> str:
     if found := _NOT_TRUSTED.search(problem):
         why = f"the certificate of {unquote(found[1])} is not trusted ({found[2]})"
         return f"{why}; name the authority that signed it (--tls-ca)"
+    if found := _ANOTHER_NAME.search(problem):
+        return f"the certificate of {unquote(found[1])} is for another name; ask the server by one of its names"
     if found := _HANGS_UP.search(problem):
         why = f"{unquote(found[1])} hangs up before it answers"
-        return f"{why}; a server with --tls-cert is asked with TLS (--tls or --tls-ca)"
+        asked = "a server with --tls-cert is asked with TLS (--tls or --tls-ca)"
+        return f"{why}; {asked}, one with --tls-client-ca with a certificate too (--tls-cert, --tls-key)"
     if found := _NO_HOST.search(problem):
         return f"no host is called {unquote(found[1])}"
     return problem

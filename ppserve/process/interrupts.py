@@ -16,14 +16,18 @@ def end_at_interrupt() -> None:
     """Let Ctrl-C end this process at once, also one that the parent has blocked until now. A process that was
     started with Ctrl-C ignored, such as one in a shell's background, goes on ignoring it."""
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
-        signal.signal(signal.SIGINT, lambda *_: os._exit(EXIT_INTERRUPTED))
+        signal.signal(signal.SIGINT, _end_at_once)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
 
 
 def raise_at_interrupt() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt, as Python does by itself, after `end_at_interrupt`."""
-    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+    """Let Ctrl-C raise KeyboardInterrupt, as Python does by itself, where `end_at_interrupt` has changed that."""
+    if signal.getsignal(signal.SIGINT) is _end_at_once:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _end_at_once(_number: int, _frame: object) -> None:
+    os._exit(EXIT_INTERRUPTED)
 
 
 def exit_at_signals() -> None:

@@ -196,7 +196,7 @@ def flags(target: str, *arguments: str) -> list[str]:
 @pytest.mark.parametrize(
     ("server", "page", "problem"),
     [
-        ("127.0.0.1:1", "none", "no server at 127.0.0.1:1; start one with `ppserve serve`"),
+        ("127.0.0.1:1", "none", "no server at 127.0.0.1:1; start one with: ppserve serve --model smollm2"),
         ("{target}", "127.0.0.1:1", "no metrics: http://127.0.0.1:1/load.json: "),
         # gRPC's port is no metrics page either
         ("{target}", "{target}", "no metrics: http://{target}/load.json: "),

@@ -19,6 +19,7 @@ from ppserve.cli.client import restart_and_tell
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.streams import TokenOutput
+from tests.certificates import make_certificates, needs_openssl
 from tests.commands import Ended, run
 from tests.fake_engine import FakeEngine, served, served_in_thread
 
@@ -45,7 +46,7 @@ def test_a_form_is_sent_and_two_are_refused(target: str, tmp_path: Path) -> None
     schema.write_text('{"not": {}}')
     refused = ppserve(target, "generate", "hello", "--json-schema", str(schema))
     assert refused.returncode == 1
-    assert "structured_output: at /not: the keyword 'not' is not enforced here" in refused.stderr
+    assert "error: --json-schema: at /not: the keyword 'not' is not enforced here" in refused.stderr
     assert ppserve(target, "generate", "hello", "--regex", "[a-z]*", "--max-tokens", "2").returncode == 0
     two = ppserve(target, "generate", "hello", "--json-schema", str(schema), "--regex", "a")
     assert (two.returncode, "--regex: not together with --json-schema" in two.stderr) == (2, True)
@@ -69,7 +70,8 @@ def test_json_has_an_object_per_message(target: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (("hello", "--stop", "", "--n", "129"), 1, ("INVALID_ARGUMENT", "stop.stop[0]", "sampling.n")),
+        (("hello", "--stop", "", "--n", "129"), 1, ("error: --n: 129 is outside", "; --stop: empty")),
+        (("hello", "--max-tokens", "1", "--min-tokens", "2"), 1, ("error: --min-tokens: 2 is", "--max-tokens, 1")),
         (("hello", "--top-p", "3"), 2, ("--top-p", "'3' is not a number from 0 to 1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),
@@ -265,3 +267,20 @@ def test_a_closed_stream_is_named_where_it_is_needed(
 def test_child_processes_have_standard_streams() -> None:
     child = "import os, ppserve.cli.main as m; m._open_what_is_closed(); os._exit(os.system('echo && cat') != 0)"
     subprocess.run(["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *PLAN[:1], "-c", child], timeout=60, check=True)
+
+
+@needs_openssl
+def test_a_failed_handshake_is_told_in_one_line_of_ours(tmp_path: Path) -> None:
+    """gRPC writes lines of its own, of its sources and their numbers, unless the user has asked for them."""
+    make_certificates(tmp_path)
+    files = {"tls_cert": tmp_path / "leaf.pem", "tls_key": tmp_path / "leaf.key"}
+    environment = {name: value for name, value in os.environ.items() if name != "GRPC_VERBOSITY"}
+    with served_in_thread(FakeEngine(), **files) as target:
+        command = [sys.executable, "-m", "ppserve", "health", "--tls", "--target", target]
+        quiet, asked = (
+            subprocess.run(command, env=more, capture_output=True, text=True, timeout=60, check=False).stderr
+            for more in (environment, {**environment, "GRPC_VERBOSITY": "INFO"})
+        )
+    assert quiet.startswith("ppserve: error: ")
+    assert quiet.count("\n") == 1
+    assert asked.count("\n") > 1, "the test can fail"

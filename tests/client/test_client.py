@@ -59,7 +59,7 @@ def test_where_nobody_listens_the_error_says_so(tmp_path: Path, target: str, at:
         pytest.skip("this machine has no IPv6")
     with Client(target.format(tmp_path), retry=OFF) as client, pytest.raises(CallFailed) as failed:
         client.topology()
-    problem = f"no server at {at.format(tmp_path)}; start one with `ppserve serve`"
+    problem = f"no server at {at.format(tmp_path)}; start one with: ppserve serve --model smollm2"
     assert str(failed.value) == f"UNAVAILABLE: {problem}"
 
 
@@ -103,6 +103,8 @@ def test_a_caller_and_a_server_that_disagree_about_tls_are_told_so(tmp_path: Pat
     with served_in_thread(FakeEngine(), **files) as target:
         assert problem(target, Tls()).startswith(f"the certificate of {target} is not trusted (unable to get ")
         assert problem(target, None).startswith(f"{target} hangs up before it answers; a server with --tls-cert")
+        by_name = problem(target.replace("127.0.0.1", "localhost"), Tls(tmp_path / "ca.pem"))
+        assert by_name == f"the certificate of {target} is for another name; ask the server by one of its names"
 
 
 def test_one_liner() -> None:

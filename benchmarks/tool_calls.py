@@ -24,52 +24,14 @@ import click
 import jsonschema
 from local_server import running
 
-WORDS = ("city", "day", "count", "unit", "query", "path", "limit", "colour", "tags", "range", "note", "point")
+from tests.head.api.answer_parts.random_tools import WORDS, random_tools
+
 TEMPLATE = (
     "{% for tool in tools or [] %}{{ tool.function.name }}\n{% endfor %}"
     "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}assistant:"
 )
 CALLERS = 16
 MAX_TOKENS = 400
-
-
-def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
-    """A schema of arguments, or of one of them, whose values have a bounded length."""
-    kinds = ["string", "integer", "number", "boolean", "enum", "pattern", "either"]
-    if depth < 3:
-        kinds += ["object", "array"]
-    kind = "object" if depth == 0 else rng.choice(kinds)
-    match kind:
-        case "object":
-            names = rng.sample(WORDS, rng.randint(0 if depth == 0 else 1, 4))
-            return {
-                "type": "object",
-                "properties": {name: random_schema(rng, depth + 1) for name in names},
-                "required": [name for name in names if rng.random() < 0.8],
-                "additionalProperties": False,
-            }
-        case "array":
-            return {"type": "array", "items": random_schema(rng, depth + 1), "maxItems": rng.randint(1, 3)}
-        case "string":
-            return {"type": "string", "minLength": rng.randint(0, 3), "maxLength": rng.randint(4, 16)}
-        case "integer":
-            return {"type": "integer", "minimum": rng.randint(-50, 0), "maximum": rng.randint(1, 5000)}
-        case "number":
-            return {"type": "number", "minimum": 0, "maximum": 10}
-        case "enum":
-            return {"enum": rng.sample([*WORDS, 1, None, True], 3)}
-        case "pattern":
-            return {"type": "string", "pattern": "^[0-9]{4}-[0-9]{2}$"}
-        case "either":
-            return {"anyOf": [{"type": "null"}, random_schema(rng, depth + 1)]}
-    return {"type": kind}
-
-
-def random_tool(rng: random.Random, number: int) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": f"{rng.choice(WORDS)}_{number}", "description": "Does it."}
-    if rng.random() < 0.9:
-        function["parameters"] = random_schema(rng)
-    return {"type": "function", "function": function}
 
 
 def request_of(number: int, tools: list[dict[str, Any]]) -> dict[str, Any]:
@@ -179,8 +141,7 @@ def joined(events: list[dict[str, Any]]) -> Any:
 @click.option("--tools", default=40)
 @click.option("--format", default="hermes")
 def main(model: str, calls: int, tools: int, format: str) -> None:
-    rng = random.Random(tools)
-    offered = [random_tool(rng, number) for number in range(tools)]
+    offered = [tool.for_template() for tool in random_tools(random.Random(tools), tools, format)]
     with tempfile.TemporaryDirectory() as directory:
         template = Path(directory) / "chat.jinja"
         template.write_text(TEMPLATE)

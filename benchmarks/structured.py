@@ -177,7 +177,8 @@ async def measure(address: Address, cells: Sequence[Cell], number: int, seconds:
         for place, cell in enumerate(cells):
             rates, before = {}, mask_times(address)
             for has_form in (False, True) if (number + place) % 2 == 0 else (True, False):
-                turn = Turn(caller, vocab_size, 100 * number + place, has_form)
+                # Prompts of its own: those of the turn before are in the prefix cache.
+                turn = Turn(caller, vocab_size, 200 * number + 2 * place + has_form, has_form)
                 rates[has_form] = await turn.tokens_per_s(cell.callers, seconds)
                 await asyncio.sleep(0.5)
             after = mask_times(address)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import threading
 from collections.abc import Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from ppserve.grammar.limits import parser_limits
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed
 
 if TYPE_CHECKING:
-    from llguidance import LLExecutor, LLMatcher, LLTokenizer
+    from llguidance import LLMatcher, LLTokenizer
 
 MAX_STATES = 16
 """The last states of so many of a request's answers are kept."""
@@ -94,33 +92,6 @@ class GrammarFilter:
         matcher = self._matcher(output_ids)
         return _checked(bytes(matcher.compute_bitmask()), matcher)
 
-    @staticmethod
-    def allowed_together(asked: Sequence[tuple[GrammarFilter, Sequence[int]]]) -> list[bytes | GrammarFailed]:
-        """Return for each filter, with the tokens of an answer, what `allowed` returns or raises.
-
-        One native call computes all masks. One call for each would give the interpreter's lock away, and wait for
-        it, as often. The filters are of one model, and each of them is there once.
-        """
-        found: list[bytes | GrammarFailed] = []
-        matchers: list[tuple[LLMatcher, int]] = []
-        for number, (each, output_ids) in enumerate(asked):
-            try:
-                matchers.append((each._matcher(output_ids), number))
-                found.append(b"")
-            except GrammarFailed as error:
-                found.append(error)
-        size = asked[0][0]._grammar.mask_bytes
-        whole = bytearray(len(asked) * size)
-        if matchers:
-            address = ctypes.addressof(ctypes.c_char.from_buffer(whole))
-            _executor().unsafe_compute_mask_ptr(matchers, address, size, len(asked))
-        for matcher, number in matchers:
-            try:
-                found[number] = _checked(bytes(whole[number * size : (number + 1) * size]), matcher)
-            except GrammarFailed as error:
-                found[number] = error
-        return found
-
     def accepts(self, output_ids: Sequence[int], draft: Sequence[int]) -> int:
         """Return how many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
         matcher = self._matcher(output_ids)
@@ -169,18 +140,6 @@ class GrammarFilter:
         near.move_to(output_ids, num_common)
         _check(near.matcher)
         return near.matcher
-
-
-_of_thread = threading.local()
-
-
-def _executor() -> LLExecutor:
-    """Return what computes this thread's masks together, in one more thread; slow ones hold up no other's."""
-    from llguidance import LLExecutor
-
-    if not hasattr(_of_thread, "executor"):
-        _of_thread.executor = LLExecutor(num_threads=1)
-    return cast("LLExecutor", _of_thread.executor)
 
 
 def _checked(bits: bytes, matcher: LLMatcher) -> bytes:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import re
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from ppserve.grammar import limits, state
-from ppserve.grammar.state import Grammar, GrammarFilter, _executor
+from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import GrammarFailed, StructuredOutput
 from ppserve.grammar.translating import translate
 from ppserve.grammar.vocabulary import Vocabulary
@@ -55,32 +53,6 @@ def test_several_sequences_share_a_filter(monkeypatch: pytest.MonkeyPatch) -> No
             monkeypatch.setattr(Grammar, "fresh_matcher", lambda _: pytest.fail("it is read from the start"))
         assert form.allowed(turn) == mask, number
         form.allowed([*turn, *allowed(mask)[:1]])
-
-
-def test_filters_that_are_asked_together_answer_as_each_does_alone() -> None:
-    """Forms of several kinds, at any place of their answers; some answers do not have their form, or are whole."""
-    kinds = [
-        ("json_object", ""),
-        ("regex", "(ab|c)*"),
-        ("choice", ["red", "green"]),
-        ("json_schema", {"type": "null"}),
-    ]
-    grammars = [compiled(*kind) for kind in kinds]
-    answers = [[*b'{"a": [1]}', END, END], [*b"abcX"], [*b"red", END], [*b"null", OTHER_END]]
-    filters = [GrammarFilter(grammar) for grammar in grammars]
-    num_failed = 0
-    for length in range(max(map(len, answers)) + 1):
-        asked = [(each, tuple(answer[:length])) for each, answer in zip(filters, answers, strict=True)]
-        for (_, output_ids), grammar, found in zip(
-            asked, grammars, GrammarFilter.allowed_together(asked), strict=True
-        ):
-            if isinstance(found, bytes):
-                assert GrammarFilter(grammar).allowed(output_ids) == found
-                continue
-            num_failed += 1
-            with pytest.raises(GrammarFailed, match=re.escape(str(found))):
-                GrammarFilter(grammar).allowed(output_ids)
-    assert num_failed
 
 
 def test_ends_are_allowed_only_where_the_answer_may_end() -> None:
@@ -141,12 +113,6 @@ def test_a_schema_may_have_many_properties_that_are_not_required() -> None:
     for length in range(0, len(answer), 41):
         assert answer[length] in allowed(form.allowed(answer[:length]))
     assert form.is_complete(answer)
-
-
-def test_threads_that_make_masks_together_do_not_wait_for_each_other() -> None:
-    with ThreadPoolExecutor(1) as other:
-        assert _executor() is _executor()
-        assert other.submit(_executor).result() is not _executor()
 
 
 def test_no_token_that_the_model_has_may_continue() -> None:

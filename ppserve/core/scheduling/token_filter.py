@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol
 
 from ppserve.errors import AnswerImpossible, PpserveError, RequestError, RequestFailed
 
@@ -22,19 +22,9 @@ class TokenFilter(Protocol):
         """Return the mask of the ids that may follow these tokens of an answer; None: all may.
 
         This is a pure function: it is called again for the same tokens after a loss, and for draft tokens. It may
-        take long. It may raise a PpserveError, whose text the caller reads. output_ids: all tokens of the answer,
-        resumed ones included; each of them was allowed.
+        take long, but waits for nothing. It may raise a PpserveError, whose text the caller reads. output_ids: all
+        tokens of the answer, resumed ones included; each of them was allowed.
         """
-
-
-@runtime_checkable
-class JointFilter(TokenFilter, Protocol):
-    """A rule whose masks cost less if those of several requests are made together."""
-
-    @staticmethod
-    def allowed_together(asked: Seq[tuple[Any, Seq[int]]]) -> Seq[bytes | PpserveError]:
-        """Return, for filters of this kind and the tokens of an answer of each, what `allowed` returns or raises.
-        Each filter is there once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,13 +99,6 @@ def make_mask(token_filter: TokenFilter, output_ids: Seq[int]) -> Mask:
         raise AnswerImpossible(str(error)) from error
     except Exception as error:
         raise RequestFailed(f"the rule of the answer failed: {type(error).__name__}") from error
-
-
-def make_masks(asked: Seq[tuple[Any, Seq[int]]]) -> list[Mask | RequestError]:
-    """Return, for one or more `JointFilter`s of one kind, what `make_mask` returns or raises as AnswerImpossible.
-    Raises what else a filter raises: then one of them is at fault."""
-    found = asked[0][0].allowed_together(asked)
-    return [AnswerImpossible(str(each)) if isinstance(each, PpserveError) else Mask(each) for each in found]
 
 
 def without(bits: bytes, banned: Iterable[int]) -> bytes:

@@ -1,12 +1,14 @@
-"""Masks of token filters, made in threads beside the engine's, since one may take long: a grammar's took 78 ms.
+"""Masks of token filters, made by the engine's thread where that is quick, and else by threads beside it.
+
+Most masks take 5 to 50 us, which is less than it takes to hand one over to a thread. But some take long: a
+grammar's took 78 ms. So threads make a request's first masks. Once NUM_PROVING of them in a row were quick, the
+engine makes the next ones when it asks for them. If one of these is slow after all, it has held up the engine
+once, and threads make many more before the engine makes another one of this request.
 
 One thread at a time asks a request's filter, so a slow filter delays its own request. If as many slow ones run as
-the pool has threads, they delay other requests with filters too, and nobody else.
-
-Most masks take 5 to 50 us, less than it takes to hand one over to a thread. So a thread makes those of several
-requests together; a slow one among them delays these, which are then made alone for a while. The engine waits a
-moment for the masks that it asked for, so that their sequences are in its next steps, and is woken for the others.
-For a request whose last mask took longer than SLOW_S it does not wait.
+the pool has threads, they delay other requests with filters too, and nobody else. The engine waits a moment for
+the masks that threads make, so that their sequences are in its next steps, and is woken for the others. For a
+request whose last mask was slow it does not wait.
 """
 
 from __future__ import annotations
@@ -14,14 +16,13 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 
-from ppserve.core.scheduling.token_filter import AskedMask, JointFilter, Mask, TokenFilter, make_mask, make_masks
+from ppserve.core.scheduling.token_filter import AskedMask, Mask, TokenFilter, make_mask
 from ppserve.errors import RequestError, RequestFailed
 
 log = logging.getLogger("ppserve.engine")
@@ -30,13 +31,15 @@ NUM_THREADS = 32
 """The pool has so many threads, and starts each when it is needed for the first time."""
 NUM_AT_ONCE = 2
 """So many threads share the masks that the engine waits for. Once a slow one has held these up, more do."""
-MAX_TOGETHER = 32
-"""So many masks are made together at most. A slow one delays the others of them."""
+QUICK_S = 0.0002
+"""A mask that takes no longer is quick."""
 SLOW_S = 0.001
-"""The engine waits for no mask of a request whose last one took longer."""
-ALONE = 16
-"""So many masks of each request are made alone after those that were made together were slow, and so many times
-more after the next time: for which of them was slow is not known."""
+"""A mask that takes longer is slow. The engine waits for no mask of a request whose last one was."""
+NUM_PROVING = 16
+"""So many quick masks in a row let the engine make those of a request itself. Each slow one among these makes it
+so many times more."""
+TURN_S = 0.002
+"""The engine makes no further mask in a turn in which its masks have taken so long. Threads make the others."""
 MAX_KEPT = 4
 """So many of a request's last masks are kept: its other sequences may have the same tokens."""
 
@@ -46,7 +49,7 @@ OnMask = Callable[[float], object]
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class _Wanted(AskedMask):
-    """A mask that was asked for."""
+    """A mask that a thread is to make."""
 
     batch: _Batch
     """The masks that the engine waits for together."""
@@ -57,9 +60,8 @@ class _Batch:
 
     def __init__(self, wake: Callable[[], None], is_late: bool = False) -> None:
         """is_late: whether the engine does not wait for them, but is woken for each."""
-        self.requests: list[BackgroundMasks] = []
+        self.requests: deque[BackgroundMasks] = deque()
         """The requests for whose masks a thread has to be found."""
-        self._chunks: deque[list[BackgroundMasks]] = deque()  # of these, those that no thread has begun
         self._wake = wake
         self._num_left = 0
         self._is_late = is_late
@@ -70,30 +72,16 @@ class _Batch:
         with self._changed:
             self._num_left += 1
 
-    def divide(self) -> None:
-        """Divide the requests into those whose masks a thread makes together."""
-        kinds = defaultdict[object, list[BackgroundMasks]](list)
-        for each in self.requests:
-            kinds[each.kind].append(each)
-        for kind, of_kind in kinds.items():
-            size = 1 if kind is None else MAX_TOGETHER
-            self._chunks.extend(of_kind[i : i + size] for i in range(0, len(of_kind), size))
-        self.requests.clear()  # a mask that is kept keeps its batch, which must not keep other requests' forms
-
-    @property
-    def num_chunks(self) -> int:
-        return len(self._chunks)
-
     def work(self) -> None:
         """Make masks until each request has a thread. Several threads may do so."""
         with suppress(IndexError):
             while True:
-                make_wanted(self._chunks.popleft())
+                self.requests.popleft().make_wanted()
 
-    def note_made(self, num_masks: int) -> None:
-        """Note that so many of the masks are there."""
+    def note_made(self) -> None:
+        """Note that one of the masks is there."""
         with self._changed:
-            self._num_left -= num_masks
+            self._num_left -= 1
             is_late = self._is_late
             if not self._num_left:
                 self._changed.notify()
@@ -109,13 +97,18 @@ class _Batch:
 class MaskThreads:
     """Makes the masks of all requests of an engine. Its threads start with the first mask."""
 
-    def __init__(self, wake: Callable[[], None], on_mask: OnMask) -> None:
-        """wake: wakes the engine, from any thread."""
+    def __init__(
+        self, wake: Callable[[], None], on_mask: OnMask, clock: Callable[[], float] = time.thread_time
+    ) -> None:
+        """wake: wakes the engine, from any thread. clock: by which a mask takes its seconds. The default tells the
+        time that a thread computes, which other processes do not lengthen."""
         self.wake = wake
         self.on_mask = on_mask
+        self.clock = clock
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
-        # Holds what was asked for since the engine waited last. Only the engine's thread uses it.
+        # Only the engine's thread uses the two: what was asked for since it waited last, and what it made itself.
         self._batch: _Batch | None = None
+        self._engine_s = 0.0
 
     def source(self, token_filter: TokenFilter) -> BackgroundMasks:
         """Return the masks of one request."""
@@ -124,12 +117,12 @@ class MaskThreads:
     def wait(self, within_s: float) -> bool:
         """Wait until the masks that were asked for since the last call are there, but no longer than this.
 
-        The engine is woken for each that comes later. Returns whether any was asked for.
+        The engine is woken for each that comes later. Returns whether threads were asked for any.
         """
+        self._engine_s = 0.0
         batch, self._batch = self._batch, None
         if batch is None:
             return False
-        batch.divide()
         self._start(batch, NUM_AT_ONCE)
         batch.wait(max(0.0, within_s))
         self._start(batch, NUM_THREADS)
@@ -145,8 +138,17 @@ class MaskThreads:
         """Call this in a thread of the pool."""
         self._pool.submit(work)
 
+    @property
+    def engine_has_time(self) -> bool:
+        """Whether the engine may make a further mask itself in this turn."""
+        return self._engine_s < TURN_S
+
+    def note_engine_made(self, took_s: float) -> None:
+        """Note that the engine has made a mask."""
+        self._engine_s += took_s
+
     def _start(self, batch: _Batch, most: int) -> None:
-        for _ in range(min(most, batch.num_chunks)):
+        for _ in range(min(most, len(batch.requests))):
             self.start(batch.work)
 
     def close(self) -> None:
@@ -155,28 +157,29 @@ class MaskThreads:
 
 
 class BackgroundMasks:
-    """A request's masks: a `MaskSource`. The engine's thread does all but the making."""
+    """A request's masks: a `MaskSource`. Only the engine's thread asks for them."""
 
     def __init__(self, token_filter: TokenFilter, threads: MaskThreads) -> None:
-        self.token_filter = token_filter
-        self._is_joint = isinstance(token_filter, JointFilter)
+        self._token_filter = token_filter
         self._threads = threads
         self._lock = threading.Lock()  # for the two below
         self._wanted: deque[_Wanted] = deque()
         self._is_at_work = False
-        # The thread at work sets the others.
+        # What makes a mask sets the others: the thread at work, or the engine while none is.
         self._made = deque[AskedMask](maxlen=MAX_KEPT)
         self.is_slow = False
-        self._num_alone = 0
-        self._num_alone_next = ALONE
-
-    @property
-    def kind(self) -> object:
-        """The kind of filters whose masks may be made together with the next one; None: it is made alone."""
-        return None if self._num_alone or not self._is_joint else type(self.token_filter)
+        self._num_quick = 0  # in a row
+        self._num_proving = NUM_PROVING
 
     def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
         """See `MaskSource`."""
+        if self._num_quick >= self._num_proving and not self._is_at_work and self._threads.engine_has_time:
+            asked = AskedMask(output_ids)
+            took_s = self._make(asked)
+            self._threads.note_engine_made(took_s)
+            if took_s > SLOW_S:
+                self._num_proving *= NUM_PROVING
+            return asked
         is_slow = self.is_slow
         batch = _Batch(self._threads.wake, is_late=True) if is_slow else self._threads.batch()
         wanted = _Wanted(output_ids, batch=batch)
@@ -186,67 +189,40 @@ class BackgroundMasks:
             is_at_work, self._is_at_work = self._is_at_work, True
         if not is_at_work:  # else the thread that is at work comes to it
             if is_slow:
-                self._threads.start(partial(make_wanted, [self]))
+                self._threads.start(self.make_wanted)
             else:
                 batch.requests.append(self)
         return wanted
 
-    def next(self) -> _Wanted:
-        """Return the mask that is to be made next. Only the thread that is at work may call this."""
-        return self._wanted.popleft()
+    def make_wanted(self) -> None:
+        """Make all masks that are wanted, in this thread. One at least is, and no other thread is at work."""
+        while True:
+            wanted = self._wanted.popleft()
+            self._make(wanted)
+            wanted.batch.note_made()
+            with self._lock:
+                self._is_at_work = bool(self._wanted)
+                if not self._is_at_work:
+                    return
 
-    def has_next(self) -> bool:
-        """Return whether there is a further one. If not, the thread that asks is not at work any more."""
-        with self._lock:
-            self._is_at_work = bool(self._wanted)
-            return self._is_at_work
-
-    def has_made(self, wanted: _Wanted) -> bool:
-        """Return whether a mask was made lately for the same tokens, which is then the one that is wanted."""
+    def _make(self, asked: AskedMask) -> float:
+        """Make a mask, unless one was made lately for the same tokens. Return the seconds that it took."""
+        output_ids = asked.output_ids
         for each in self._made:
-            if len(each.output_ids) == len(wanted.output_ids) and each.output_ids == wanted.output_ids:
-                wanted.made = each.made
-        return wanted.made is not None
-
-    def note_made(self, wanted: _Wanted, mask: Mask | RequestError, took_s: float, num_together: int) -> None:
-        """Note that a mask was made. took_s: the mean of those that were made together."""
-        wanted.made = mask
-        self._made.append(wanted)
+            if len(each.output_ids) == len(output_ids) and each.output_ids == output_ids:
+                asked.made = each.made
+                return 0.0
+        begun_s = self._threads.clock()
+        asked.made = _made(self._token_filter, output_ids)
+        took_s = self._threads.clock() - begun_s
+        self._made.append(asked)
         self.is_slow = took_s > SLOW_S
-        if self._num_alone:
-            self._num_alone -= 1
-        elif self.is_slow and num_together > 1:
-            self._num_alone, self._num_alone_next = self._num_alone_next, self._num_alone_next * ALONE
+        self._num_quick = self._num_quick + 1 if took_s <= QUICK_S else 0
         self._threads.on_mask(took_s)
+        return took_s
 
 
-def make_wanted(requests: Sequence[BackgroundMasks]) -> None:
-    """Make all masks that are wanted of these requests, in this thread: one of each together, then the next ones.
-
-    Each of them wants one at least.
-    """
-    while requests:
-        asked = [(each, each.next()) for each in requests]
-        missing = [(each, wanted) for each, wanted in asked if not each.has_made(wanted)]
-        begun_s = time.monotonic()
-        made = _made(missing)
-        took_s = (time.monotonic() - begun_s) / max(1, len(missing))
-        for (each, wanted), mask in zip(missing, made, strict=True):
-            each.note_made(wanted, mask, took_s, len(missing))
-        for batch, num_masks in Counter(wanted.batch for _, wanted in asked).items():
-            batch.note_made(num_masks)
-        requests = [each for each, _ in asked if each.has_next()]
-
-
-def _made(asked: Sequence[tuple[BackgroundMasks, _Wanted]]) -> Sequence[Mask | RequestError]:
-    filters = [(request.token_filter, wanted.output_ids) for request, wanted in asked]
-    if len(filters) > 1:
-        with suppress(Exception):  # one of them is at fault, which the others must not suffer for
-            return make_masks(filters)
-    return [_made_alone(*each) for each in filters]
-
-
-def _made_alone(token_filter: TokenFilter, output_ids: Sequence[int]) -> Mask | RequestError:
+def _made(token_filter: TokenFilter, output_ids: Sequence[int]) -> Mask | RequestError:
     try:
         return make_mask(token_filter, output_ids)
     except RequestError as error:

@@ -157,7 +157,7 @@ class StepMetrics(StepObserver):
         drafted = counter("ppserve_draft_tokens", text, ["replica", "outcome"])
         labels = ["replica", "stage", "cause"]
         self._restarts = counter("ppserve_stage_restarts", "Stages that died, by how.", labels)
-        text = "Time in which a token filter made a mask, beside the engine's thread."
+        text = "CPU time in which a token filter made a mask."
         self._mask = histogram("ppserve_mask_seconds", text, buckets=STEP_BUCKETS)
         self.in_flight = gauge("ppserve_microbatches_in_flight", "Steps in the pipeline.", ["replica"])
         self.kv_usage = gauge("ppserve_kv_usage_ratio", "Share of KV blocks in use.", ["replica"])

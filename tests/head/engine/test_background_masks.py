@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import gc
+import math
 import threading
-import time
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 
 import pytest
 
@@ -17,10 +18,11 @@ from ppserve.core.scheduling.token_filter import Mask
 from ppserve.errors import AnswerImpossible, PpserveError, RequestFailed
 from ppserve.grammar.state import GrammarFilter
 from ppserve.head.engine.background_masks import (
-    ALONE,
-    MAX_TOGETHER,
     NUM_AT_ONCE,
+    NUM_PROVING,
+    QUICK_S,
     SLOW_S,
+    TURN_S,
     BackgroundMasks,
     MaskThreads,
 )
@@ -39,6 +41,7 @@ class Woken:
 
     masks: list[float] = field(default_factory=list)
     turn: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))
+    now_s: float = 0.0
 
     def wait(self) -> None:
         assert self.turn.acquire(timeout=LIMIT_S), "the engine was not woken"
@@ -51,7 +54,7 @@ def woken() -> Woken:
 
 @pytest.fixture
 def threads(woken: Woken) -> Iterator[MaskThreads]:
-    threads = MaskThreads(woken.turn.release, woken.masks.append)
+    threads = MaskThreads(woken.turn.release, woken.masks.append, clock=lambda: woken.now_s)
     yield threads
     threads.close()
 
@@ -64,13 +67,16 @@ class Gated:
     asked: list[tuple[int, ...]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     takes_s: float = 0.0
+    woken: Woken | None = None
+    """Has the clock by which it takes so long."""
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
         assert self.lock.acquire(blocking=False), "two threads at once"
         try:
             self.asked.append(tuple(output_ids))
             assert self.gate.wait(LIMIT_S)
-            time.sleep(self.takes_s)
+            if self.woken is not None:
+                self.woken.now_s += self.takes_s
             if len(output_ids) == 3:
                 raise PpserveError("three are too many")
             return b"\xff"
@@ -143,7 +149,7 @@ def test_a_slow_mask_leaves_those_that_the_engine_waits_for_to_other_threads(
 def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_ones(
     woken: Woken, threads: MaskThreads
 ) -> None:
-    gated = Gated()
+    gated = Gated(woken=woken)
     masks = BackgroundMasks(gated, threads)
     assert not threads.wait(LIMIT_S), "none was asked for"
     gated.gate.set()
@@ -166,39 +172,122 @@ def test_the_engine_waits_for_the_masks_that_it_asked_for_and_is_woken_for_late_
     assert asked.made is not None
 
 
-def test_masks_of_forms_are_made_together_and_are_those_that_each_form_gives(
-    woken: Woken, threads: MaskThreads
-) -> None:
-    grammars = compiled("regex", "(ab|c)*"), compiled("json_schema", {"type": "integer"})
-    sources = [BackgroundMasks(GrammarFilter(grammars[n % 2]), threads) for n in range(MAX_TOGETHER + 3)]
-    answers = [*b"abc"], [*b"-17"]
-    for length in range(4):
-        asked = [each.ask(tuple(answers[n % 2][:length])) for n, each in enumerate(sources)]
+@dataclass
+class Timed:
+    """A filter that takes as long as it is told, by its own clock, and notes the threads that ask it."""
+
+    now_s: float = 0.0
+    takes_s: float = 0.0
+    asked_by: list[str] = field(default_factory=list)
+
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        self.asked_by.append("engine" if threading.current_thread() is threading.main_thread() else "thread")
+        self.now_s += self.takes_s
+        return bytes([1 << len(output_ids) % 8])
+
+    def threads(self) -> MaskThreads:
+        return MaskThreads(lambda: None, lambda seconds: None, clock=lambda: self.now_s)
+
+
+def made_by(masks: BackgroundMasks, threads: MaskThreads, timed: Timed, length: int) -> str:
+    """Ask for a mask in a turn of its own. Return who made it."""
+    asked = masks.ask((7,) * length)
+    while asked.made is None:
+        threads.wait(LIMIT_S)
+    threads.wait(LIMIT_S)
+    assert asked.made == Mask(bytes([1 << length % 8]))
+    return timed.asked_by[-1]
+
+
+def test_the_engine_makes_the_masks_of_a_request_whose_masks_were_quick() -> None:
+    timed = Timed(takes_s=0.9 * QUICK_S)
+    threads = timed.threads()
+    masks, lengths = BackgroundMasks(timed, threads), count()
+    for times in (NUM_PROVING, NUM_PROVING**2, NUM_PROVING**3):
+        timed.takes_s = 0.9 * QUICK_S
+        assert {made_by(masks, threads, timed, next(lengths)) for _ in range(times)} == {"thread"}
+        assert {made_by(masks, threads, timed, next(lengths)) for _ in range(20)} == {"engine"}
+        timed.takes_s = 2 * SLOW_S
+        assert made_by(masks, threads, timed, next(lengths)) == "engine", "nobody could know"
+    threads.close()
+
+
+def test_masks_that_are_neither_quick_nor_slow_are_made_by_threads() -> None:
+    timed = Timed(takes_s=0.9 * QUICK_S)
+    threads = timed.threads()
+    masks, lengths = BackgroundMasks(timed, threads), count()
+    for _ in range(2):
+        timed.takes_s = 0.9 * QUICK_S
+        assert {made_by(masks, threads, timed, next(lengths)) for _ in range(NUM_PROVING)} == {"thread"}
+        assert made_by(masks, threads, timed, next(lengths)) == "engine"
+        timed.takes_s = (QUICK_S + SLOW_S) / 2
+        assert made_by(masks, threads, timed, next(lengths)) == "engine"
+        assert made_by(masks, threads, timed, next(lengths)) == "thread"
+    threads.close()
+
+
+def test_the_engine_makes_as_many_masks_in_a_turn_as_it_has_time_for() -> None:
+    timed = Timed(takes_s=0.9 * QUICK_S)
+    threads = timed.threads()
+    half = math.ceil(TURN_S / timed.takes_s)
+    proven = [BackgroundMasks(timed, threads) for _ in range(2 * half)]
+    for each in proven:
+        for length in range(NUM_PROVING):
+            made_by(each, threads, timed, length)
+    for turn in range(3):
+        timed.asked_by.clear()
+        asked = [each.ask((9,) * turn) for each in proven]
+        while not all(each.made for each in asked):
+            assert threads.wait(LIMIT_S)
+        assert timed.asked_by == ["engine"] * half + ["thread"] * half
+    threads.close()
+
+
+class Stepped:
+    """A filter that makes one mask at a time, when it may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_go_on = threading.Semaphore(0), threading.Semaphore(0)
+
+    def allowed(self, output_ids: Sequence[int]) -> bytes:
+        self.begun.release()
+        assert self.may_go_on.acquire(timeout=LIMIT_S)
+        return b"\xff"
+
+
+def test_the_engine_makes_no_mask_of_a_request_of_which_a_thread_makes_one(woken: Woken) -> None:
+    threads, stepped = MaskThreads(woken.turn.release, woken.masks.append, clock=lambda: 0.0), Stepped()
+    masks = BackgroundMasks(stepped, threads)
+    for length in range(NUM_PROVING - 1):
+        stepped.may_go_on.release()
+        masks.ask((1,) * length)
         assert threads.wait(LIMIT_S)
-        for n, each in enumerate(asked):
-            assert each.made == Mask(GrammarFilter(grammars[n % 2]).allowed(answers[n % 2][:length]))
-    assert len(woken.masks) == 4 * len(sources)
+    asked = [masks.ask((2,)), masks.ask((2, 2))]
+    for _ in range(NUM_PROVING - 1):
+        assert stepped.begun.acquire(timeout=LIMIT_S)
+    assert threads.wait(0.0)
+    assert stepped.begun.acquire(timeout=LIMIT_S)
+    stepped.may_go_on.release()
+    assert stepped.begun.acquire(timeout=LIMIT_S)
+    assert asked[0].made, "the masks are proven to be quick"
+    asked.append(masks.ask((2, 2, 2)))
+    assert asked[2].made is None, "the thread at work comes to it"
+    for _ in range(2):
+        stepped.may_go_on.release()
+    threads.wait(LIMIT_S)
+    for _ in range(2):
+        woken.wait()  # for the two that it waited for no longer
+    assert all(each.made for each in asked)
+    stepped.may_go_on.release()
+    assert masks.ask((3,)).made, "the engine makes it"
+    threads.close()
 
 
-def test_requests_whose_masks_were_slow_together_are_asked_alone_for_a_while(threads: MaskThreads) -> None:
-    masks = BackgroundMasks(GrammarFilter(compiled("regex", "a*")), threads)
-    wanted = masks.ask(())
-    assert threads.wait(LIMIT_S)
-    for times_alone in (ALONE, ALONE**2):
-        assert masks.kind is GrammarFilter
-        masks.note_made(wanted, Mask(b"\xff"), 2 * SLOW_S, num_together=2)
-        assert masks.is_slow
-        for _ in range(times_alone):
-            assert masks.kind is None
-            masks.note_made(wanted, Mask(b"\xff"), SLOW_S / 2, num_together=1)
-        assert not masks.is_slow
-
-
-def test_the_masks_of_a_request_do_not_keep_the_forms_of_others(threads: MaskThreads) -> None:
-    grammar, open_ones = compiled("regex", "a*"), deque[BackgroundMasks](maxlen=2)
+def test_the_masks_of_a_request_do_not_keep_those_of_others(threads: MaskThreads) -> None:
+    open_ones = deque[BackgroundMasks](maxlen=2)
     all_of_them = list[weakref.ref[BackgroundMasks]]()
     for step in range(12):
-        open_ones.append(BackgroundMasks(GrammarFilter(grammar), threads))
+        open_ones.append(BackgroundMasks(GrammarFilter(compiled("regex", "a*")), threads))
         all_of_them.append(weakref.ref(open_ones[-1]))
         for each in open_ones:
             each.ask((ord("a"),) * step)
@@ -212,31 +301,16 @@ def test_the_masks_of_a_request_do_not_keep_the_forms_of_others(threads: MaskThr
     assert sum(kept() is not None for kept in all_of_them) == len(open_ones)
 
 
-@dataclass
 class Faulty:
-    """A filter that is asked together with others; some fail."""
-
-    error: Exception | None = None
+    """A filter with a fault."""
 
     def allowed(self, output_ids: Sequence[int]) -> bytes:
-        if self.error is not None:
-            raise self.error
-        return b"\xff"
-
-    @staticmethod
-    def allowed_together(asked: Sequence[tuple[Faulty, Sequence[int]]]) -> list[bytes | PpserveError]:
-        return [each.allowed(output_ids) for each, output_ids in asked]
+        raise ValueError("a fault")
 
 
-def test_a_filter_that_fails_among_others_ends_its_own_request_alone(threads: MaskThreads) -> None:
-    filters = [Faulty(), Faulty(ValueError("a fault")), Faulty()]
-    sources = [BackgroundMasks(each, threads) for each in filters]
-    assert {each.kind for each in sources} == {Faulty}, "they are asked together"
-    first, failed, last = [each.ask(()) for each in sources]
+def test_a_filter_that_fails_ends_its_own_request_alone(threads: MaskThreads) -> None:
+    failed = BackgroundMasks(Faulty(), threads).ask(())
+    right = BackgroundMasks(Timed(), threads).ask(())
     assert threads.wait(LIMIT_S)
-    assert first.made == last.made == Mask(b"\xff")
     assert isinstance(failed.made, RequestFailed)
-
-
-def test_rules_that_are_no_forms_are_asked_alone(threads: MaskThreads) -> None:
-    assert BackgroundMasks(Gated(), threads).kind is None
+    assert right.made == Mask(b"\1")

@@ -273,7 +273,7 @@ BUDGET = {
     "ppserve/model/cuda/*.py": 1_435,
     "ppserve/model/checkpoint/*.py": 2_000,
     "ppserve/tokenizer/*.py": 960,
-    "ppserve/grammar/*.py": 1_200,
+    "ppserve/grammar/*.py": 1_210,  # keywords may demand nothing
     "ppserve/library/*.py": 880,
     "ppserve/client/*.py": 725,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,

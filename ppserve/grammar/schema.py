@@ -33,6 +33,12 @@ ANNOTATIONS = frozenset(
     }
 )
 """Keywords that demand nothing of a value. `discriminator` and `example` are OpenAPI's."""
+DEMANDS_NOTHING: Mapping[str, tuple[Any, ...]] = {
+    "uniqueItems": (False,),
+    "nullable": (False,),
+    "propertyNames": (True, {}, {"type": "string"}),  # zod writes the last one for every record
+}
+"""Values with which a keyword that is not enforced demands nothing of a value."""
 DRAFTS = re.compile(r"https?://json-schema\.org/(draft/2020-12|draft/2019-09|draft-0[67])/schema#?")
 TYPES = ("null", "boolean", "object", "array", "number", "string", "integer")
 
@@ -86,7 +92,7 @@ class _Checking:
                 found[keyword] = _SCHEMAS[keyword](self, value, place, depth + 1)
             elif keyword == "$ref":
                 found[keyword] = self._reference(value, place)
-            elif keyword == "uniqueItems" and value is False:
+            elif any(type(value) is type(each) and value == each for each in DEMANDS_NOTHING.get(keyword, ())):
                 continue
             elif not keyword.startswith("x-") or keyword == "x-guidance":
                 raise FormRefused(f"the keyword {keyword[:100]!r} is not enforced here", place, keyword)

@@ -68,7 +68,9 @@ def test_a_schema_is_enforced(schema: Any, right: list[str], wrong: list[str]) -
 
 REFUSED: list[tuple[Any, str, str]] = [
     ({"properties": {"a/b": {"items": {"not": {}}}}}, "/properties/a~1b/items/not", "not"),
-    *(({word: {}}, f"/{word}", word) for word in ("if", "contains", "propertyNames", "nullable", "foo")),
+    *(({word: {}}, f"/{word}", word) for word in ("if", "contains", "nullable", "foo")),
+    ({"propertyNames": {"pattern": "a"}}, "/propertyNames", "propertyNames"),
+    ({"nullable": 0}, "/nullable", "nullable"),
     ({"uniqueItems": True}, "/uniqueItems", "uniqueItems"),
     ({"type": "array", "items": [{}]}, "/items", ""),
     ({"x-guidance": {"lenient": True}}, "/x-guidance", "x-guidance"),
@@ -131,6 +133,8 @@ def test_a_number_of_items_is_whole_and_bounded(value: float) -> None:
 def test_annotations_are_not_compiled() -> None:
     schema = {"title": "a", "$schema": "https://json-schema.org/draft/2020-12/schema", "$id": "b", "x-c": 1}
     assert enforced({**schema, "type": "null", "uniqueItems": False}) == {"type": "null"}
+    for names in (True, {}, {"type": "string"}):
+        assert enforced({"type": "object", "propertyNames": names, "nullable": False}) == {"type": "object"}
 
 
 NAMES = st.sampled_from(["a", "b", "c\n", "é", "x1"])

@@ -44,6 +44,8 @@ from tests.simulated_stage import mix
 
 T = TypeVar("T")
 
+KEYS = "# two people\n0123456789abcdef\n\nfedcba9876543210\n"
+"""The lines of a file of keys."""
 EOS = 256
 CARD = ModelDescription(
     name="fake",

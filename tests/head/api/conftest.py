@@ -4,12 +4,13 @@ asks."""
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
 from ppserve.head.api.request_handler import RequestHandler
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
-from tests.fake_engine import FakeEngine, handler_of, stub_of
+from tests.fake_engine import KEYS, FakeEngine, handler_of, stub_of
 from tests.fake_engine import served as served_grpc
 from tests.head.api.http.asking import ROOMY, TEMPLATE, TOOL_TEMPLATE, Served, served_http
 
@@ -60,3 +61,10 @@ async def tool_served(tool_server: Served) -> AsyncIterator[Served]:
     """What `served` is, with a template for tools. Tests tell the engine what it says."""
     yield tool_server
     tool_server.engine.reset()
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> Path:
+    """A file of keys."""
+    (tmp_path / "keys").write_text(KEYS)
+    return tmp_path / "keys"

@@ -18,7 +18,7 @@ from ppserve.head.observe.live import live_pages, read_state
 from ppserve.head.observe.pages import PageServer
 from tests import browser
 from tests.fake_engine import CARD, READING
-from tests.head.api.http.test_page import LOAD
+from tests.head.api.http.page_rig import LOAD
 
 pytestmark = [
     pytest.mark.slow,

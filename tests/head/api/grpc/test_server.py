@@ -25,12 +25,11 @@ from ppserve.head.limits import Limits
 from ppserve.v1 import generation_pb2 as pb
 from ppserve.v1.generation_pb2_grpc import GenerationServiceStub
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import FakeEngine, channel_to, code_of, generation, handler_of, served, stub_of
+from tests.fake_engine import KEYS, FakeEngine, channel_to, code_of, generation, handler_of, served, stub_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 NAMES = ("", "ppserve.v1.GenerationService")
-KEYS = "# two people\n0123456789abcdef\n\nfedcba9876543210\n"
 
 
 async def health_of(channel: aio.Channel, name: str = "", **call: object) -> int:

@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests import browser
-from tests.head.api.grpc.test_server import KEYS
 from tests.head.api.http.asking import TEMPLATE, Served, served_http
 
 OURS, OTHER = "https://ours.example", "https://other.example"
@@ -21,12 +20,6 @@ ASKS = {
     "access_control_request_method": "POST",
     "access_control_request_headers": "authorization,content-type,x-stainless-os",
 }
-
-
-@pytest.fixture
-def keys(tmp_path: Path) -> Path:
-    (tmp_path / "keys").write_text(KEYS)
-    return tmp_path / "keys"
 
 
 async def test_without_origins_no_page_is_told_anything(served: Served) -> None:

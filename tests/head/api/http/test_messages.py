@@ -14,8 +14,7 @@ from ppserve.errors import Overloaded, RequestFailed
 from ppserve.head.api.http.anthropic_body import MessagesBody
 from ppserve.head.api.http.bodies import parse_body
 from ppserve.head.engine.streams import TokenOutput
-from tests.fake_engine import CARD, EOS, ByteCodec, drawn_token
-from tests.head.api.grpc.test_server import KEYS
+from tests.fake_engine import CARD, EOS, KEYS, ByteCodec, drawn_token
 from tests.head.api.http.asking import TEMPLATE, Answer, Served, served_http
 
 MESSAGES, COUNT = "/v1/messages", "/v1/messages/count_tokens"

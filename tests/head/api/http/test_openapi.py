@@ -13,7 +13,7 @@ from ppserve.head.api.http.chat import ChatBody
 from ppserve.head.api.http.openai_responses import ResponsesBody
 from ppserve.head.api.http.server import PATHS
 from ppserve.head.options import NAMES, RANGES
-from tests.head.api.grpc.test_server import KEYS
+from tests.fake_engine import KEYS
 from tests.head.api.http.asking import Served, served_http
 
 PROMPTS: dict[type[GenerationBody], dict[str, Any]] = {

@@ -17,8 +17,7 @@ from starlette.types import Receive, Scope, Send
 from ppserve.head.api.http.responses import HttpError
 from ppserve.head.listener import Listener
 from tests.certificates import make_certificates, needs_openssl
-from tests.fake_engine import CARD, EOS, FakeEngine
-from tests.head.api.grpc.test_server import KEYS
+from tests.fake_engine import CARD, EOS, KEYS, FakeEngine
 from tests.head.api.http.asking import Served, raw, served_http
 from tests.head.api.test_request_handler import PARENT
 

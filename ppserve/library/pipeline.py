@@ -146,7 +146,8 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def _render(self, chat: Chat) -> list[str]:
         """Return what the model's chat template makes of the messages. Raises InvalidRequest."""
         asked = AskedChat.of(chat, "prompt")
-        return asked.template(self._template).render_at_once(asked.shown, asked.all_variables)
+        template = asked.template(self._template)
+        return template.render_at_once(asked.shown_by(template), asked.all_variables)
 
     # ---- what it says ----
 

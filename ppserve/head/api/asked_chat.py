@@ -12,7 +12,7 @@ from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.answer_format import AnswerPlan
 from ppserve.head.api.answer_parts.tools import NO_TOOLS, Tooling
-from ppserve.head.api.chat_template import ROLES, ChatTemplate
+from ppserve.head.api.chat_template import DEVELOPER, ROLES, ChatTemplate
 
 MAX_MESSAGES = 1024
 
@@ -72,9 +72,13 @@ class AskedChat:
         tools = {"tools": [tool.for_template() for tool in self.tooling.offered]} if self.tooling.offered else {}
         return {"add_generation_prompt": not self.continues, **self.variables, **tools}
 
-    @property
-    def shown(self) -> list[Mapping[str, Any]]:
-        return [message.shown for message in self.messages]
+    def shown_by(self, template: ChatTemplate) -> list[Mapping[str, Any]]:
+        """Return the messages as a template gets them. Many templates know no developer, and would drop or refuse
+        what he says: they get it as the system's."""
+        shown = [message.shown for message in self.messages]
+        if DEVELOPER in template.quoted:
+            return shown
+        return [{**each, "role": "system"} if each["role"] == DEVELOPER else each for each in shown]
 
     async def render(self, given: ChatTemplate | None, caller: str) -> tuple[list[str], AnswerPlan]:
         """Return what the template makes of the messages, as texts and special tokens in turn, and how the answers
@@ -84,7 +88,9 @@ class AskedChat:
         of texts.
         """
         template, variables = self.template(given), self.all_variables
-        rendering = asyncio.ensure_future(template.render(caller, self.shown, variables, self.continues))
+        rendering = asyncio.ensure_future(
+            template.render(caller, self.shown_by(template), variables, self.continues)
+        )
         # Nobody hears of its error once the caller has gone.
         rendering.add_done_callback(lambda done: done.cancelled() or done.exception())
         parts = await asyncio.shield(rendering)

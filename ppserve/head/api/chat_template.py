@@ -29,7 +29,8 @@ log = logging.getLogger(__name__)
 AUTOMATIC = FormatNames()
 MAX_RENDERERS = 4
 MAX_REASON = 500
-ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+DEVELOPER = "developer"
+ROLES = ("system", DEVELOPER, "user", "assistant", "tool", "function")
 
 Messages = Sequence[Mapping[str, Any]]
 """Each has one of the template's `roles`. A `content` is a text, or a list of `{"type": "text", "text": ...}`."""
@@ -69,9 +70,10 @@ class ChatTemplate:
         begin = json.dumps([source, [*special], {**tokens}])
         self._processes = LimitedProcesses(parse.__module__, begin)
         self._threads = ThreadPoolExecutor(MAX_RENDERERS)
-        self.roles = {*ROLES, *re.findall(r"""(?<=['"])\w+(?=['"])""", source)}
-        """The roles that messages may have: OpenAI's, and all words in quotes, as the template's own are among
-        these."""
+        self.quoted = {*re.findall(r"""(?<=['"])\w+(?=['"])""", source)}
+        """All words in quotes. The roles that the template knows are among these."""
+        self.roles = {*ROLES, *self.quoted}
+        """The roles that messages may have: OpenAI's, and the template's own."""
         self._turns = weakref.WeakValueDictionary[str, asyncio.Lock]()
 
     @classmethod

@@ -13,7 +13,9 @@ import jinja2
 import pytest
 import transformers
 
+from ppserve.answers import Chat
 from ppserve.errors import InvalidRequest
+from ppserve.head.api.asked_chat import AskedChat
 from ppserve.head.api.chat_template import ChatTemplate
 
 FILES = sorted((Path(__file__).parent / "templates").glob("*.jinja"))
@@ -81,6 +83,21 @@ def test_templates_render_as_with_transformers(template: ChatTemplate, chat: str
         assert "".join(parts) == expected
         assert all(part in SPECIAL for part in parts[1::2])
         assert not any(token in part for part in parts[::2] for token in SPECIAL)
+
+
+def test_what_a_developer_says_is_shown_by_all_templates_that_show_a_system_s(template: ChatTemplate) -> None:
+    def shown(role: str) -> str:
+        chat = AskedChat.of(Chat([(role, "Be brief."), ("user", "hi")]), "prompt")
+        try:
+            return "".join(template.render_at_once(chat.shown_by(template), chat.all_variables))
+        except InvalidRequest as error:
+            return str(error)
+
+    as_developer, as_system = shown("developer"), shown("system")
+    assert ("Be brief." in as_developer) == ("Be brief." in as_system)
+    names_him = "'developer'" in template.source or '"developer"' in template.source
+    assert as_developer == as_system or names_him
+    assert shown("user") != as_system
 
 
 HOSTILE = [

@@ -150,7 +150,7 @@ async def test_a_role_is_one_of_openai_s_or_of_the_template_s(served: Served) ->
     messages = [{"role": role, "content": "a"} for role in ("developer", "function", "critic")]
     answer = await served.ask(CHAT, {"messages": messages, "max_tokens": 1})
     assert answer.status == 200, answer.body
-    assert list(served.engine.requests[0].prompt_ids) == [*b"d:a", EOS, *b"\nf:a", EOS, *b"\n:a", EOS, *b"\na:"]
+    assert list(served.engine.requests[0].prompt_ids) == [*b"s:a", EOS, *b"\nf:a", EOS, *b"\n:a", EOS, *b"\na:"]
 
 
 async def test_a_tokenizer_s_description_has_the_template(served: Served) -> None:

@@ -44,7 +44,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.grammar": {
         *("ppserve.grammar", "ppserve.errors", "ppserve.process.limited", "ppserve.process.memory", "llguidance")
     },
-    "ppserve.planning": {"ppserve.planning", "ppserve.core"},
+    "ppserve.planning": {"ppserve.planning", "ppserve.core", "ppserve.errors"},
     "ppserve.model": {"ppserve.model", "ppserve.core", "ppserve.errors", "torch", "numpy"},
     "ppserve.model.compiled": {"numba", "llvmlite"},
     "ppserve.model.cpu": {"numba", "llvmlite"},

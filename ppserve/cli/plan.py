@@ -16,6 +16,7 @@ from ppserve.core.grid import RankGrid
 from ppserve.core.partition import check_tensor_ranks
 from ppserve.errors import ConfigError
 from ppserve.model.checkpoint.opening import read_architecture
+from ppserve.planning.fitting import check_fits
 from ppserve.planning.forecast import Forecast, ForecastRequest, forecast, render
 
 _OF_SERVE = (
@@ -37,7 +38,8 @@ def plan(**flags: Any) -> None:
     """What would run where: layers, parameters, KV memory, balance. Reads no weights.
 
     Most flags are serve's. --dtype auto is float32 here, and --quantization auto is none; without
-    --kv-cache-memory blocks take what the weights leave of --stage-memory.
+    --kv-cache-memory blocks take what the weights leave of --stage-memory. If the model does not fit, the exit
+    code is 2, and one line says what would.
     """
     arch = read_architecture(flags["model"])
     check_tensor_ranks(arch, flags["tensor_parallel"])
@@ -47,6 +49,7 @@ def plan(**flags: Any) -> None:
         say(json.dumps(_as_json(flags["model"], layout) | grid))
     else:
         say(render(flags["model"], layout) + _shape(flags))
+    check_fits(layout, kv_follows=flags["kv_dtype"] == "auto")
 
 
 def _forecast_request(arch: Architecture, flags: dict[str, Any]) -> ForecastRequest:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from ppserve.core.architecture import (
@@ -93,6 +94,16 @@ class Forecast:
         block_size = self.request.block_size
         return self.tightest.max_tokens // block_size // sequence_blocks(self.max_model_len, block_size)
 
+    def sequence_bytes(self, stage: StageForecast) -> int:
+        """Return the bytes of keys and values of one sequence of full length on a stage."""
+        block_size = self.request.block_size
+        return sequence_blocks(self.max_model_len, block_size) * block_size * stage.kv_bytes_per_token
+
+    @property
+    def longest_context(self) -> int:
+        """The number of tokens of the longest sequence for which there is room."""
+        return self.tightest.max_tokens // self.request.block_size * self.request.block_size
+
     @property
     def balance(self) -> dict[str, float]:
         """The share of time in which stages compute, for `decode`, `prefill` and `mixed`."""
@@ -142,18 +153,17 @@ def _weight_bytes(arch: Architecture, layout: StageLayout, request: ForecastRequ
 
 
 def render(model: str, plan: Forecast) -> str:
-    arch, request, balances = plan.arch, plan.request, plan.balance
+    """Return the table of the stages, and where the model fits, how much does and how even the stages are."""
+    arch, request = plan.arch, plan.request
     heading = ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens")
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
         f" {numbers(request.dtype, request.quantization, request.kv_dtype)}, context {plan.max_model_len}",
         "",
         *table(heading, *map(_row, plan.stages)),
-        "",
-        _render_capacity(plan),
-        f"predicted balance: decode {balances['decode']:.0%}, prefill {balances['prefill']:.0%},"
-        f" expected mix {balances['mixed']:.0%}  (100% = no stage waits for another)",
     ]
+    if plan.max_sequences > 0:
+        lines += ["", *_render_capacity(plan)]
     return "\n".join(lines)
 
 
@@ -164,9 +174,12 @@ def _row(stage: StageForecast) -> tuple[str, ...]:
     return (str(layout.stage), layers, params, *sizes, f"{stage.max_tokens:,}")
 
 
-def _render_capacity(plan: Forecast) -> str:
-    number = plan.tightest.layout.stage
-    if plan.tightest.kv_memory == 0:
-        return f"does not fit: the weights of stage {number} alone fill its memory"
-    what = f"{plan.max_sequences:,} sequences of {plan.max_model_len} tokens fit at once"
-    return what if len(plan.stages) == 1 else f"{what}, limited by stage {number}"
+def _render_capacity(plan: Forecast) -> Iterator[str]:
+    number, balances = plan.max_sequences, plan.balance
+    fit = "sequence of {} tokens fits" if number == 1 else "sequences of {} tokens fit"
+    limit = "" if len(plan.stages) == 1 else f", limited by stage {plan.tightest.layout.stage}"
+    yield f"{number:,} {fit.format(plan.max_model_len)} at once{limit}"
+    yield (
+        f"predicted balance: decode {balances['decode']:.0%}, prefill {balances['prefill']:.0%},"
+        f" expected mix {balances['mixed']:.0%}  (100% = no stage waits for another)"
+    )

@@ -25,6 +25,26 @@ def test_all_three_dimensions_are_shown():
     assert (found["tensor_parallel"], len(found["stages"]), found["replicas"]) == (2, 2, 2)
 
 
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_model_that_does_not_fit_is_told_so(as_json):
+    """The table is shown: what each stage would need is in it. A balance is none, as nothing runs."""
+    done = run("plan", "--stage-memory", "10M", "--dtype", "bfloat16", *["--json"] * as_json)
+    assert done.returncode == 2
+    assert done.one_line == (
+        "ppserve: error: --stage-memory: 10 MiB is 833.1 KiB too little: a stage needs 10.81 MiB for one sequence"
+        " of 1024 tokens (5.814 MiB of weights, 5 MiB of keys and values); this fits: --quantization int8"
+        " or --stages 2 or --max-model-len 848 or --stage-memory 11M\n"
+    )
+    if as_json:
+        assert json.loads(done.stdout)["max_sequences"] == 0
+    else:
+        assert "5.814 MiB" in done.stdout
+        assert "balance" not in done.stdout
+    assert " sequence of 848 tokens fits at once\n" in plan(
+        "--stage-memory", "10M", "--dtype", "bfloat16", "--max-model-len", "848"
+    )
+
+
 @pytest.mark.parametrize(
     ("args", "problem"),
     [

@@ -1,9 +1,13 @@
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from ppserve.cli.types import SIZE
 from ppserve.core.architecture import Split
 from ppserve.core.layers import Experts
+from ppserve.errors import ConfigError
+from ppserve.planning.fitting import check_fits
 from ppserve.planning.forecast import Forecast, ForecastRequest, forecast, render
 from tests.architectures import gpt2 as gpt2_architecture
 
@@ -81,7 +85,41 @@ def test_a_sequence_takes_whole_blocks(num_blocks: int, num_sequences: int) -> N
 def test_weights_that_do_not_fit():
     plan = forecast(CEREBRAS_13B, ForecastRequest(2, dtype="float32", stage_memory=16 * GiB))
     assert plan.max_sequences == 0
-    assert "does not fit: the weights of stage 0 alone fill its memory" in render("13b", plan)
+    assert "balance" not in render("13b", plan)
+    with pytest.raises(ConfigError, match=r"^--stage-memory: 16 GiB is .* GiB too little: a stage needs "):
+        check_fits(plan, kv_follows=True)
+
+
+@pytest.mark.parametrize("stage_memory", [13 * GiB, 16 * GiB, 30 * GiB, 60 * GiB])
+@pytest.mark.parametrize("num_stages", [1, 2])
+@pytest.mark.parametrize("kv_cache_memory", [None, GiB // 4])
+def test_each_way_out_that_is_proposed_fits(
+    stage_memory: int, num_stages: int, kv_cache_memory: int | None
+) -> None:
+    """A number of stages and a context are the least and the longest that do."""
+    asked = ForecastRequest(num_stages, stage_memory=stage_memory, kv_cache_memory=kv_cache_memory)
+    plan = forecast(CEREBRAS_13B, asked)
+    if plan.max_sequences:
+        check_fits(plan, kv_follows=True)
+        return
+    with pytest.raises(ConfigError) as refused:
+        check_fits(plan, kv_follows=True)
+    ways = str(refused.value).partition("; this fits: ")[2].split(" or ")
+    assert len(ways) > 1
+    kinds = {"--stages": int, "--max-model-len": int, "--dtype": str, "--quantization": str}
+    names = {"--stages": "num_stages"}
+    for way in ways:
+        words = way.split()
+        changed: dict[str, Any] = {}
+        for flag, value in zip(words[::2], words[1::2], strict=True):
+            read = kinds.get(flag, SIZE)
+            changed[names.get(flag, flag.removeprefix("--").replace("-", "_"))] = read(value)
+        kv_dtype = changed.get("dtype", asked.kv_dtype)
+        assert forecast(CEREBRAS_13B, replace(asked, **changed, kv_dtype=kv_dtype)).max_sequences > 0, way
+        for name, step in (("num_stages", -1), ("max_model_len", asked.block_size)):
+            if len(words) == 2 and name in changed:
+                beyond = replace(asked, **{name: changed[name] + step})
+                assert forecast(CEREBRAS_13B, beyond).max_sequences == 0, way
 
 
 def table(plan: Forecast) -> list[list[str]]:

@@ -324,8 +324,8 @@ async def read_body(request: Request, kind: type[B], handler: RequestHandler) ->
 
     def read() -> B:
         given = parse_json(content, limit if coding in _GZIP else None)
-        # In a form that fits a header.
-        names = [quote(name[:MAX_NAME_CHARS]) for name in islice(kind.ignored(given), MAX_NAMES)]
+        # In a form that fits a header, which may not end with a blank.
+        names = [quote(name[:MAX_NAME_CHARS]) or '""' for name in islice(kind.ignored(given), MAX_NAMES)]
         request.state.ignored = ", ".join(names)
         return to_body(given, kind)
 

@@ -287,6 +287,8 @@ async def test_ignored_fields_are_named_in_a_header(served: Served) -> None:
     options = {"include_usage": True, "include_usge": True}
     nested = await served.ask("/v1/completions", {"prompt": "a", "stream": True, "stream_options": options})
     assert nested.headers["x-ignored-fields"] == "stream_options.include_usge"
+    unnamed = await served.ask("/v1/completions", {"prompt": "a", "user": "me", "": 1})
+    assert (unnamed.status, unnamed.headers["x-ignored-fields"]) == (200, 'user, ""')
     many = await served.ask("/tokenize", {"prompt": "a"} | {"x" * place: 1 for place in range(1, 999)})
     assert many.headers["x-ignored-fields"] == ", ".join("x" * place for place in range(1, 17))
     assert "x-ignored-fields" not in (await served.ask("/v1/completions", {"prompt": "a", "stop": "x"})).headers

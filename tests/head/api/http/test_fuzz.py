@@ -166,6 +166,8 @@ def bodies(draw: st.DrawFn) -> tuple[str, bytes]:
     fields = draw(st.fixed_dictionaries(always, optional=maybe))
     if fields and draw(st.integers(0, 4)) == 0:
         fields[draw(st.sampled_from(sorted(fields)))] = draw(anything)
+    if draw(st.integers(0, 4)) == 0:
+        fields |= draw(st.dictionaries(texts, anything, max_size=3))
     return path, json.dumps(fields).encode()
 
 

@@ -33,6 +33,8 @@ from ppserve.library.stream import Stream
 from ppserve.tokenizer import Tokenizer
 
 _END_WITHIN_S = 10.0
+# These are no options of a request's answers.
+_OF_THE_CALL = ("request_id", "timeout_s")
 
 
 class Pipeline(AbstractContextManager["Pipeline"]):
@@ -200,36 +202,9 @@ def _end_processes(forms: Forms, template: ChatTemplate | None) -> None:
 
 
 def generation_options(given: Options) -> GenerationOptions:
-    """Return the options of a caller of the library in the form that all protocols use."""
-    return GenerationOptions(
-        temperature=given.get("temperature"),
-        top_k=given.get("top_k"),
-        top_p=given.get("top_p"),
-        min_p=given.get("min_p"),
-        repetition_penalty=given.get("repetition_penalty"),
-        frequency_penalty=given.get("frequency_penalty"),
-        presence_penalty=given.get("presence_penalty"),
-        seed=given.get("seed"),
-        n=given.get("n"),
-        logit_bias=given.get("logit_bias"),
-        allowed_token_ids=given.get("allowed_token_ids"),
-        bad_words=given.get("bad_words"),
-        max_tokens=given.get("max_tokens"),
-        min_tokens=given.get("min_tokens"),
-        stop=given.get("stop"),
-        stop_token_ids=given.get("stop_token_ids"),
-        ignore_eos=given.get("ignore_eos"),
-        include_stop=given.get("include_stop"),
-        echo=given.get("echo"),
-        logprobs=given.get("logprobs"),
-        prompt_logprobs=given.get("prompt_logprobs"),
-        token_ids=given.get("token_ids"),
-        timings=given.get("timings"),
-        stream_interval=given.get("stream_interval"),
-        skip_special_tokens=given.get("skip_special_tokens"),
-        structured_output=given.get("structured_output"),
-        priority=given.get("priority"),
-    )
+    """Return the options of a caller of the library as all protocols use them, under the same names."""
+    options: dict[str, Any] = {name: value for name, value in given.items() if name not in _OF_THE_CALL}
+    return GenerationOptions(**options)
 
 
 def as_prompts(given: Any) -> list[ReadPrompt]:

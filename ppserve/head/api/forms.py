@@ -15,7 +15,7 @@ from ppserve.grammar.state import Grammar, GrammarFilter
 from ppserve.grammar.structured_output import FormRefused, GrammarFailed, StructuredOutput
 from ppserve.grammar.vocabulary import Vocabulary
 from ppserve.head.api.call import Call
-from ppserve.head.api.token_rules import TokenRules, TokenTexts
+from ppserve.head.api.token_rules import RULES, TokenRules, TokenTexts, has_rules
 from ppserve.head.descriptions import ModelDescription
 from ppserve.head.options import GenerationOptions
 from ppserve.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ class Forms:
         """
         output = given.structured_output
         form = None if output is None else await self._form_of(output, held_ids, call)
-        if not given.allowed_token_ids and not given.bad_words:
+        if not has_rules(given):
             return form
         return await asyncio.to_thread(self._with_rules, form, given, held_ids)
 
@@ -52,16 +52,14 @@ class Forms:
                 form = GrammarFilter(self._grammars.compile(given.structured_output))
             except FormRefused as error:
                 raise _invalid(error) from None
-        if not given.allowed_token_ids and not given.bad_words:
-            return form
-        return self._with_rules(form, given, held_ids)
+        return self._with_rules(form, given, held_ids) if has_rules(given) else form
 
     def _with_rules(
         self, form: GrammarFilter | None, given: GenerationOptions, held_ids: Sequence[int]
     ) -> TokenRules:
-        rules = TokenRules(self._texts, given.allowed_token_ids or (), given.bad_words or (), form)
+        rules = TokenRules(self._texts, given, form)
         if not rules.permit(held_ids):
-            problem = "these do not obey allowed_token_ids or bad_words"
+            problem = f"these do not obey {' or '.join(RULES)}"
             raise InvalidRequest([Violation("resume.generated_token_ids", problem)])
         return rules
 

@@ -8,6 +8,15 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import islice, takewhile
 
 from ppserve.core.scheduling.token_filter import TokenFilter, packed_mask
+from ppserve.head.options import GenerationOptions
+
+RULES = ("allowed_token_ids", "bad_words")
+"""The options that are such rules."""
+
+
+def has_rules(given: GenerationOptions) -> bool:
+    """Return whether a request allows or rules out tokens by itself."""
+    return any(getattr(given, name) for name in RULES)
 
 
 class TokenTexts:
@@ -46,16 +55,11 @@ class TokenRules:
     whichever way the word is divided into tokens.
     """
 
-    def __init__(
-        self, texts: TokenTexts, allowed_ids: Sequence[int], words: Sequence[str], form: TokenFilter | None
-    ) -> None:
-        """Search all tokens for each word.
-
-        allowed_ids: the tokens that are allowed; if there are none, all are. words: none of them is empty.
-        """
+    def __init__(self, texts: TokenTexts, given: GenerationOptions, form: TokenFilter | None) -> None:
+        """Search all tokens for each word. given: has a rule; none of its words is empty."""
         self._texts = texts
-        self._allowed = frozenset(allowed_ids or range(texts.vocab_size))
-        self._words = tuple(word.encode() for word in words)
+        self._allowed = frozenset(given.allowed_token_ids or range(texts.vocab_size))
+        self._words = tuple(word.encode() for word in given.bad_words or ())
         self._form = form
         bits = self._bits(self._allowed)
         for word in self._words:

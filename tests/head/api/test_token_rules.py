@@ -9,6 +9,7 @@ import pytest
 
 from ppserve.core.scheduling.token_filter import is_allowed, packed_mask
 from ppserve.head.api.token_rules import TokenRules, TokenTexts
+from ppserve.head.options import GenerationOptions
 
 TEXTS = [b"a", b"b", b"ab", b"ba", b"aab", b"\xc3", b"\xa4", "ä".encode(), b"", b" a", b"bb", b"aba", b"b\xc3"]
 SIZE = len(TEXTS)
@@ -16,7 +17,8 @@ WORDS = ("aa", "ab", "aba", "ä", "bä", "b", "babab", "aabaab")
 
 
 def rules(allowed_ids: Sequence[int] = (), words: Sequence[str] = (), form: object = None) -> TokenRules:
-    return TokenRules(TokenTexts(TEXTS.__getitem__, SIZE), allowed_ids, words, form)  # type: ignore[arg-type]
+    given = GenerationOptions(allowed_token_ids=allowed_ids, bad_words=words)
+    return TokenRules(TokenTexts(TEXTS.__getitem__, SIZE), given, form)  # type: ignore[arg-type]
 
 
 def text_of(ids: Sequence[int]) -> bytes:

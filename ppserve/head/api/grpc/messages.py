@@ -3,6 +3,8 @@ values."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from google.protobuf.message import Message
 
 from ppserve.answers import Chat, Timings
@@ -17,35 +19,15 @@ from ppserve.v1 import generation_pb2 as pb
 
 
 def request_options(message: pb.GenerateRequest) -> tuple[GenerationOptions, Prompt | Chat]:
-    """Read the options that the message sets, and its prompt. Empty lists and flags that are false are absent."""
-    sampling, stop, output, resume = message.sampling, message.stop, message.output, message.resume
-    is_resumed = message.HasField("resume")
+    """Read the options that the message sets, and its prompt. Empty lists and flags that are false are absent.
+
+    The fields of a part are named as its options are, which `_check_proto` checks.
+    """
+    parts = message.sampling, message.stop, message.output
+    said: dict[str, Any] = {field.name: value for part in parts for field, value in part.ListFields()}
+    resume, is_resumed = message.resume, message.HasField("resume")
     options = GenerationOptions(
-        temperature=sampling.temperature if sampling.HasField("temperature") else None,
-        top_k=sampling.top_k if sampling.HasField("top_k") else None,
-        top_p=sampling.top_p if sampling.HasField("top_p") else None,
-        min_p=sampling.min_p if sampling.HasField("min_p") else None,
-        repetition_penalty=sampling.repetition_penalty if sampling.HasField("repetition_penalty") else None,
-        frequency_penalty=sampling.frequency_penalty if sampling.HasField("frequency_penalty") else None,
-        presence_penalty=sampling.presence_penalty if sampling.HasField("presence_penalty") else None,
-        seed=sampling.seed if sampling.HasField("seed") else None,
-        n=sampling.n if sampling.HasField("n") else None,
-        logit_bias=sampling.logit_bias or None,
-        allowed_token_ids=sampling.allowed_token_ids or None,
-        bad_words=sampling.bad_words or None,
-        max_tokens=stop.max_tokens if stop.HasField("max_tokens") else None,
-        min_tokens=stop.min_tokens if stop.HasField("min_tokens") else None,
-        stop=stop.stop or None,
-        stop_token_ids=stop.stop_token_ids or None,
-        ignore_eos=stop.ignore_eos or None,
-        include_stop=stop.include_stop or None,
-        echo=output.echo or None,
-        logprobs=output.logprobs if output.HasField("logprobs") else None,
-        prompt_logprobs=output.prompt_logprobs if output.HasField("prompt_logprobs") else None,
-        token_ids=output.token_ids or None,
-        timings=output.timings or None,
-        stream_interval=output.stream_interval or None,
-        skip_special_tokens=output.skip_special_tokens if output.HasField("skip_special_tokens") else None,
+        **said,
         priority=message.priority - message.urgency,
         structured_output=_form(message.structured_output) if message.HasField("structured_output") else None,
         resume_index=resume.index if is_resumed else None,

@@ -189,8 +189,9 @@ def test_clients_and_doors_say_options_or_what_is_named_here() -> None:
     chats |= {"tools", "tool_choice", "parallel_tool_calls", "functions", "function_call"}
     assert set(ChatBody.__struct_fields__) - set(NAMES) == own | chats
     shared = set(GenerationBody.__struct_fields__)
-    assert shared - set(NAMES) == {"model", "stream", "request_id"}
-    messages = {"messages", "system", "thinking", "output_config", "tools", "tool_choice"}
+    forms = {"structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"}
+    assert shared - set(NAMES) == {"model", "stream", "request_id"} | forms
+    messages = {"messages", "system", "thinking", "output_config", "output_format", "tools", "tool_choice"}
     assert set(MessagesBody.__struct_fields__) - shared - set(NAMES) == messages
     responses = {"input", "instructions", "reasoning", "text", "include", "store", "echoed"}
     responses |= {"tools", "tool_choice", "parallel_tool_calls"}

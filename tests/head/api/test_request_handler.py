@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import threading
 import time
@@ -19,7 +20,9 @@ from ppserve.errors import ConfigError, Draining, InvalidRequest, Overloaded, Re
 from ppserve.head.api import call
 from ppserve.head.api.auth import ApiKeys, caller_name, key_of
 from ppserve.head.api.call import INTERNAL_TEXT, Call
-from ppserve.head.api.http.generating import unless_hung_up
+from ppserve.head.api.chat_template import ChatTemplate
+from ppserve.head.api.http.chat import ChatAnswers, ChatBody
+from ppserve.head.api.http.generating import generate, unless_hung_up
 from ppserve.head.api.request_handler import LONG_TEXT, RequestHandler
 from ppserve.head.api.stream import deltas_of
 from ppserve.head.engine import loop
@@ -173,6 +176,33 @@ async def test_an_answer_or_a_caller_that_hangs_up_is_waited_for_no_longer_than_
         await unless_hung_up(Request({"type": "http"}, receive), answer())
     await asyncio.sleep(0)
     assert asyncio.all_tasks() == before
+
+
+async def test_a_caller_may_hang_up_while_its_chat_is_rendered(request_handler: RequestHandler) -> None:
+    begun, goes_on = asyncio.Event(), asyncio.Event()
+
+    class Slow(ChatTemplate):
+        async def render(self, *_chat: object) -> list[str]:
+            begun.set()
+            await goes_on.wait()
+            return []
+
+    chat = json.dumps({"messages": [{"role": "user", "content": "a"}]}).encode()
+    said: list[dict[str, Any]] = [{"type": "http.request", "body": chat}]
+
+    async def receive() -> dict[str, Any]:
+        if said:
+            return said.pop()
+        await begun.wait()
+        return {"type": "http.disconnect"}
+
+    request_handler.template = Slow("{{ messages }}", {}, {})
+    asked = Request({"type": "http", "headers": [], "state": {"call": a_call()}}, receive)
+    with pytest.raises(ClientDisconnect):
+        async with asyncio.timeout(20):
+            await generate(asked, request_handler, ChatBody, ChatAnswers)
+    goes_on.set()  # what has begun is not cancelled
+    request_handler.close()
 
 
 def test_only_a_traceparent_is_kept_as_one() -> None:

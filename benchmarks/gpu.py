@@ -24,6 +24,7 @@ from typing import Any
 
 import click
 import torch
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -54,7 +55,7 @@ def waits(bench: Bench) -> None:
         stage = Alone(bench, bench.arch, SEQUENCES, False, graphs)
         for counts in ((1, 1, 1, 1), (20, 7, 1 + bench.context // 2, 16), (1, 20, 1, 7)):
             undrawn = [stage.slice(i, bench.context if n == 1 else 0, n) for i, n in enumerate(counts)]
-            slices = tuple(replace(of, draw=draw) for of, draw in zip(undrawn, draws, strict=True))
+            slices = tuple(structs.replace(of, draw=draw) for of, draw in zip(undrawn, draws, strict=True))
             stage.step(list(slices))
             before = stage.backend.accelerator.num_waits
             if bench.device.type == "cuda":

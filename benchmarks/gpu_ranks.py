@@ -9,12 +9,12 @@ import sys
 import tempfile
 import threading
 import time
-from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from msgspec import structs
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -91,7 +91,7 @@ def run_rank(given: str, folder: str, rank: int) -> None:
     aborted = threading.Event()
     threading.Timer(5.0, lambda: (aborted.set(), stage.interrupt())).start()
     try:
-        late = replace(plans[-1], step_id=len(plans))
+        late = structs.replace(plans[-1], step_id=len(plans))
         stage.expect(late)
         stage.step(late, 0)
         ended_by = "the abort" if aborted.is_set() else None

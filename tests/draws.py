@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from ppserve.core.plan import Draw, packed_biases, packed_ids
 from ppserve.core.request import SamplingParams

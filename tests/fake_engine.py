@@ -7,11 +7,12 @@ import threading
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import grpc
 from grpc import aio
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.answers import Timings

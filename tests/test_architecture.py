@@ -30,7 +30,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.answers": {"ppserve.errors", "ppserve.grammar.structured_output", "msgspec"},
     "ppserve.config": {"ppserve.core", "ppserve.errors"},
     "ppserve.wire": {"ppserve.config", "ppserve.core", "ppserve.errors", "msgspec"},
-    "ppserve.core": {"ppserve.core", "ppserve.errors"},
+    "ppserve.core": {"ppserve.core", "ppserve.errors", "msgspec"},
     "ppserve.files": {"ppserve.errors", "msgspec"},
     "ppserve.gguf_file": {"ppserve.errors", "ppserve.files"},
     "ppserve.tokenizer": {
@@ -63,7 +63,7 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.answers", "ppserve.__version__", "ppserve.grammar.structured_output"),
     },
     "ppserve.head.app": {"ppserve.process"},
-    "ppserve.head.engine": {"ppserve.wire", "ppserve.process.identity", "ppserve.process.lifetime"},
+    "ppserve.head.engine": {"msgspec", "ppserve.wire", "ppserve.process.identity", "ppserve.process.lifetime"},
     "ppserve.head.engine.placement": {"ppserve.process.network"},
     "ppserve.head.servers": {"ppserve.process.network"},
     "ppserve.head.engine.control_sockets": {"ppserve.process.network", "ppserve.process.tls"},
@@ -71,7 +71,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "ppserve.head.api.grpc": {"ppserve.v1", "grpc", "google", "grpc_health", "grpc_reflection"},
     "ppserve.head.api.vllm_grpc": {"ppserve.vllm", "google"},
     "ppserve.head.api.http": {"msgspec", "starlette"},
-    "ppserve.head.api": {"ppserve.process.limited"},
+    "ppserve.head.api": {"msgspec", "ppserve.process.limited"},
     "ppserve.head.api.forms": {"ppserve.grammar"},
     "ppserve.head.api.template_process": {"jinja2"},
     "ppserve.head.listener": {"starlette", "uvicorn"},
@@ -105,7 +105,7 @@ GENERATED = {"ppserve.v1", "ppserve.vllm"}
 
 # packages that must not be loaded, even indirectly, by these rooms
 NEVER_LOADS = {
-    "ppserve.core.scheduling.scheduler": {"torch", "grpc", "numpy", "msgspec", "time"},
+    "ppserve.core.scheduling.scheduler": {"torch", "grpc", "numpy", "time"},
     "ppserve.head.api.request_handler": {"grpc", "google", "torch"},
     "ppserve.head.app": {"torch", "numba", "llguidance"},
     "ppserve.cli.check": {"torch", "grpc"},

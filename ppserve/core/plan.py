@@ -1,5 +1,8 @@
 """Plans, which the head sends to every stage, and results, which every stage sends back. All are frozen.
 
+They are msgspec's structs, as are requests, events and outputs: some of each are made for every token, and frozen
+dataclasses take ten times as long to make and four times to send (docs/performance.md).
+
 A step is one pass of one microbatch through all stages. A slice is one sequence's consecutive tokens in a step. A
 plan has everything that a stage must know, because a stage keeps nothing about sequences but their keys and
 values. So each draw is complete. Its long parts (biases, the tokens before it) are packed as bytes: reading 64
@@ -11,7 +14,9 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ppserve.core.request import SamplingParams
 
@@ -26,8 +31,7 @@ def packed_biases(biases: Iterable[tuple[int, float]]) -> bytes:
     return b"".join(struct.pack("<if", token_id, bias) for token_id, bias in biases)
 
 
-@dataclass(frozen=True, slots=True)
-class Draw:
+class Draw(Struct, frozen=True, omit_defaults=True):
     """How to draw the token that follows a row of a slice."""
 
     params: SamplingParams
@@ -59,8 +63,7 @@ class Draw:
         return replace(self, output_ids=self.output_ids + packed_ids(token_ids))
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Struct, frozen=True, omit_defaults=True):
     """One sequence's consecutive tokens in a step."""
 
     sequence_id: int | None
@@ -109,8 +112,7 @@ class Slice:
             yield self.start + row + 1, draw
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(Struct, frozen=True, omit_defaults=True):
     """A step that every stage is to compute."""
 
     epoch: int
@@ -154,8 +156,7 @@ class StepPlan:
         return replace(self, slices=tuple(slices), awaits_masks=False)
 
 
-@dataclass(frozen=True, slots=True)
-class StepMasks:
+class StepMasks(Struct, frozen=True, omit_defaults=True):
     """The masks of a plan that was sent without them."""
 
     epoch: int
@@ -164,8 +165,7 @@ class StepMasks:
     """One for each slice. None: any id may be drawn, or the answer has ended and its draw is not used."""
 
 
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
+class TokenLogprobs(Struct, frozen=True, omit_defaults=True):
     """Natural log-probabilities at one position."""
 
     logprob: float
@@ -174,8 +174,7 @@ class TokenLogprobs:
     """The most likely tokens as pairs (id, log-probability), the most likely first."""
 
 
-@dataclass(frozen=True, slots=True)
-class Drawn:
+class Drawn(Struct, frozen=True, omit_defaults=True):
     """A token that was drawn for a sequence. Those of one slice are in order."""
 
     sequence_id: int | None
@@ -184,16 +183,14 @@ class Drawn:
     logprobs: TokenLogprobs | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Scored:
+class Scored(Struct, frozen=True, omit_defaults=True):
     """The log-probabilities of a slice's `targets`, in order."""
 
     sequence_id: int | None
     logprobs: tuple[TokenLogprobs, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class StepStamps:
+class StepStamps(Struct, frozen=True, omit_defaults=True):
     """The times of a step on one stage: nanoseconds on the stage's monotonic clock."""
 
     planned: int
@@ -210,8 +207,7 @@ class StepStamps:
     """The transport has taken the hidden states; the last stage has none to send."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _StepOutcome:
+class _StepOutcome(Struct, frozen=True, omit_defaults=True, kw_only=True):
     """What the results of a rank and of a stage have in common."""
 
     epoch: int
@@ -229,16 +225,14 @@ class _StepOutcome:
         return self.stamps.ended - self.stamps.begun - self.gathered_ns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankResult(_StepOutcome):
+class RankResult(_StepOutcome, frozen=True, omit_defaults=True, kw_only=True):
     """A rank's result of one step. Every rank sends one for every step. Only the last stage draws and scores."""
 
     place: int
     """The rank's place in its replica: stage * T + tensor, where T is the number of tensor ranks."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StepResult(_StepOutcome):
+class StepResult(_StepOutcome, frozen=True, kw_only=True):
     """A stage's result of one step. `TensorRanks` makes it from the results of the stage's ranks."""
 
     stage: int

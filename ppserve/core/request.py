@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from msgspec import Struct
+
 
 class FinishReason(StrEnum):
     """Why a sequence ended; the names are those of the proto's `FinishReason`."""
@@ -18,8 +20,7 @@ class FinishReason(StrEnum):
     DEADLINE = "DEADLINE"
 
 
-@dataclass(frozen=True, slots=True)
-class SamplingParams:
+class SamplingParams(Struct, frozen=True, omit_defaults=True):
     """How the next token is drawn from its logits.
 
     They are applied in this order, as Hugging Face does: logit_bias; repetition, frequency and presence penalties;
@@ -43,8 +44,7 @@ class SamplingParams:
         return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1.0, 0.0, 0.0)
 
 
-@dataclass(frozen=True, slots=True)
-class StopConditions:
+class StopConditions(Struct, frozen=True, omit_defaults=True):
     """What ends a sequence."""
 
     max_tokens: int
@@ -57,8 +57,7 @@ class StopConditions:
     include_stop: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class OutputOptions:
+class OutputOptions(Struct, frozen=True, omit_defaults=True):
     """What is returned in addition to the text."""
 
     echo: bool = False

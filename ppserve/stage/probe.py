@@ -23,6 +23,7 @@ from statistics import quantiles
 
 import msgspec
 import torch
+from msgspec import structs
 
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import StageLayout
@@ -132,7 +133,7 @@ def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Pa
 
 def _measure(checkpoint: Checkpoint, setup: DeviceSetup, step: StepPlan, rank: tuple[int, int]) -> PartCosts:
     bare, attention, layer = _stages(checkpoint, setup, rank, step)
-    undrawn = replace(step, slices=tuple(replace(one, draw=None) for one in step.slices))
+    undrawn = structs.replace(step, slices=tuple(structs.replace(one, draw=None) for one in step.slices))
     steps = [(bare, undrawn), (bare, step), (attention, undrawn), (layer, undrawn)]
     # Where one thread computes, CPU time is measured, because several ranks that measure may share a core.
     has_one_thread = setup.device.type == "cpu" and setup.threads == 1

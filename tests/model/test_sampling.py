@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 import transformers
+from msgspec.structs import replace
 
 from ppserve.core.plan import Draw
 from ppserve.core.request import SamplingParams

@@ -7,11 +7,11 @@ import logging
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.core.architecture import StageLayout

@@ -15,7 +15,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+
+from msgspec.structs import astuple
 
 from ppserve.core.ledger.causes import (
     BUSY,

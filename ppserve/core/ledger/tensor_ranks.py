@@ -7,7 +7,7 @@ average of its ranks', so that computing and waiting make up the whole step.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from msgspec.structs import replace
 
 from ppserve.core.plan import RankResult, StepResult
 

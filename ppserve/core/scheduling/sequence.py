@@ -20,8 +20,10 @@ import hashlib
 from array import array
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
 from enum import StrEnum
+
+from msgspec import Struct
+from msgspec.structs import replace
 
 from ppserve.core.plan import Draw, Drawn, Slice, TokenLogprobs, packed_biases, packed_ids
 from ppserve.core.request import FinishReason, Request
@@ -65,8 +67,7 @@ index, the token, and the reason for which this token ends the answer without re
 It returns the reason for which the token ends the answer, text included."""
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceEvent:
+class SequenceEvent(Struct, frozen=True):
     """A token of a sequence, its end, or both."""
 
     request_id: str

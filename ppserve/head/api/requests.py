@@ -8,9 +8,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from ctypes import c_float
-from dataclasses import MISSING, fields, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any, TypeVar, get_type_hints
+
+from msgspec import NODEFAULT
+from msgspec.structs import fields
 
 from ppserve.core.request import FinishReason, OutputOptions, Request, SamplingParams, StopConditions
 from ppserve.errors import InvalidRequest, Violation, refuse
@@ -173,7 +176,7 @@ def _check_table() -> None:
         missing = {field.name for field in fields(kind)} - names_of(part)
         assert not missing, f"{kind.__name__} has fields that are no options: {sorted(missing)}"
         for field in fields(kind):
-            has_two = field.name in DEFAULTS and field.default is not MISSING
+            has_two = field.name in DEFAULTS and field.default is not NODEFAULT
             assert not has_two or field.default == DEFAULTS[field.name], f"two defaults of {field.name}"
 
 

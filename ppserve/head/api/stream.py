@@ -10,8 +10,10 @@ import asyncio
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request

@@ -17,8 +17,10 @@ error.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum, auto
+
+from msgspec.structs import replace
 
 from ppserve import wire
 from ppserve.core.architecture import Split, StageLayout

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ppserve.answers import Timings
 from ppserve.core.plan import TokenLogprobs
@@ -18,8 +19,7 @@ from ppserve.errors import InvalidRequest, RequestError, Violation
 from ppserve.tokenizer import Detokenizer, Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class TokenOutput:
+class TokenOutput(Struct, frozen=True):
     """A token of one sequence, its end, or both."""
 
     index: int  # of the sequence

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
+from msgspec import structs
 
 from ppserve.core.ledger.steps import STEP_DEADLINE_NS, Steps, Transfer
 from ppserve.core.ledger.tensor_ranks import TensorRanks
@@ -123,7 +122,7 @@ def test_ranks_that_overtake_each_other_are_not_counted_twice() -> None:
     steps = (1, (100, 200), (100, 150)), (2, (210, 300), (160, 300)), (3, (300, 400), (300, 360))
     for step_id, first, second in steps:
         for place, (begun, ended) in enumerate((first, second)):
-            stage = ranks.add_result(replace(rank_result(place, begun, ended, 0), step_id=step_id))
+            stage = ranks.add_result(structs.replace(rank_result(place, begun, ended, 0), step_id=step_id))
         assert stage is not None
         stages.append(stage)
     assert [(stage.stamps.begun, stage.stamps.ended) for stage in stages] == [(100, 200), (200, 300), (300, 400)]

@@ -6,7 +6,9 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Set
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+from msgspec import structs
 
 from ppserve.core.cost_model import StageCost
 from ppserve.core.ledger.steps import Steps
@@ -88,7 +90,7 @@ class SchedulerRig:
         self.send_masks()
         result = self.pipeline.run_one()
         for stage in range(self.config.num_stages):
-            self.steps.reported(replace(result, stage=stage), 0)
+            self.steps.reported(structs.replace(result, stage=stage), 0)
         return self.tell(self.request_queue.commit(self.scheduler, result, self.now))
 
     def send_masks(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from msgspec import structs
 
 from ppserve.core.cost_model import Coefficients
 from ppserve.core.request import StopConditions
@@ -168,8 +169,10 @@ def test_a_row_that_is_not_finite_counts_where_its_draft_token_was_right(
     rig = a_drafting_rig(rows)
     fill(rig)
     result = rig.pipeline.run_one()
-    drawn = [replace(one, token_id=None) if place == row else one for place, one in enumerate(result.drawn)]
-    events = rig.request_queue.commit(rig.scheduler, replace(result, drawn=tuple(drawn)), 0.0)
+    drawn = [
+        structs.replace(one, token_id=None) if place == row else one for place, one in enumerate(result.drawn)
+    ]
+    events = rig.request_queue.commit(rig.scheduler, structs.replace(result, drawn=drawn), 0.0)
     assert len(events) == min(row, accepted) + 1
     assert [event.error is None for event in events] == [True] * min(row, accepted) + [row > accepted]
 

@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 import pytest
+from msgspec import structs
 
 from ppserve import wire
 from ppserve.core.architecture import Split
@@ -30,7 +31,7 @@ def test_a_token_is_told_while_the_next_step_is_computed() -> None:
     did = "sent sent output sent output sent output output"
     for stop in (), ("x",):
         rig = EngineRig("")
-        rig.finish(rig.open(replace(request, stop=replace(request.stop, stop=stop))))
+        rig.finish(rig.open(replace(request, stop=structs.replace(request.stop, stop=stop))))
         assert [what for what, *_ in rig.notes.called if what != "reported"] == did.split()
 
 

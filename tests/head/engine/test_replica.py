@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec import structs
 
 from ppserve import wire
 from ppserve.core.cost_model import StepSize
@@ -157,7 +158,7 @@ def test_the_cost_of_a_step_is_what_its_stage_computed_not_what_it_waited_or_sen
             at = rig.now_ns
             stamps = StepStamps(at - 40 * MS, at - 30 * MS, at - 20 * MS, at - 11 * MS, at - 10 * MS, at)
             result = rig.result(plan, stage).result
-            rig.say(rank, wire.Result(replace(result, stamps=stamps)))
+            rig.say(rank, wire.Result(structs.replace(result, stamps=stamps)))
     for cost in rig.replica._books.costs:
         assert cost.seconds(StepSize(1, 30, 1)) == pytest.approx(0.001, rel=0.05)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
 from ppserve.core.architecture import Cut, Split, stage_layouts
 from ppserve.core.plan import Draw, Drawn, Scored, Slice, StepPlan

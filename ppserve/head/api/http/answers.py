@@ -11,10 +11,11 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from ctypes import c_float
-from dataclasses import replace
 from functools import partial
 from itertools import groupby, islice
 from typing import Any, ClassVar
+
+from msgspec.structs import replace
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, Request

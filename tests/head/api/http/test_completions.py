@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import math
-from dataclasses import replace
 from itertools import accumulate
 from types import SimpleNamespace
 
 import pytest
+from msgspec import structs
 
 from ppserve.core.plan import TokenLogprobs
 from ppserve.core.request import FinishReason, OutputOptions, SamplingParams, StopConditions
@@ -242,7 +242,7 @@ async def test_every_parameter_reaches_the_request(served: Served) -> None:
     assert request.sampling == SamplingParams(3, 0.5, 4, 0.25, 0.125, 1.5, -0.5, 0.5, bias)
     assert request.stop == StopConditions(9, 2, ("x", "\n\n"), (5, 7), True, True)
     expected = OutputOptions(echo=True, logprobs=3, prompt_logprobs=3, token_ids=True)
-    assert replace(request.output, stream_interval=1) == expected
+    assert structs.replace(request.output, stream_interval=1) == expected
     assert (request.num_sequences, request.priority) == (2, 5), "the lowest comes first"
     await served.stream(prompt="hello", stream_interval=3, stop="one")
     assert served.engine.requests[1].output.stream_interval == 3

@@ -15,7 +15,7 @@ from ppserve.errors import InvalidRequest, Violation, refuse
 from ppserve.grammar.structured_output import StructuredOutput
 from ppserve.head.api.answer_parts.channels import Channels
 from ppserve.head.api.answer_parts.json_calls import Calls
-from ppserve.head.api.answer_parts.parts import AnswerText, Part, Reasoning, merged
+from ppserve.head.api.answer_parts.parts import AnswerText, CallBegin, CallEnd, Part, Reasoning, merged
 from ppserve.head.api.answer_parts.reasoning import Tags
 from ppserve.head.api.answer_parts.source import AnswerEnds, Parsing, Source
 from ppserve.head.api.answer_parts.tool_format import ANY_TEXT, FormPart, ToolFormat
@@ -24,6 +24,9 @@ from ppserve.head.options import GenerationOptions
 
 CUTS = (FinishReason.MAX_TOKENS, FinishReason.CONTEXT_LENGTH, FinishReason.CANCELLED, FinishReason.DEADLINE)
 """The reasons for an end at which the model would have gone on."""
+
+STOPS = (FinishReason.STOP_STRING, FinishReason.STOP_TOKEN)
+"""The reasons for an end that the caller has chosen."""
 
 ID_CHARS = 9
 """The length of a call's id: Mistral's templates take no other."""
@@ -179,6 +182,8 @@ class AnswerParser:
         self._calls = calls
         self._reading = self._read(read)
         self._max_calls = max_calls
+        self._is_calling = False
+        self._stopped_call = False
         self.thoughts: list[tuple[int, int]] = []
         """Where in the text the reasoning is: the places before which its pieces begin and end."""
 
@@ -186,8 +191,10 @@ class AnswerParser:
         """Return the parts that are certain with this text. finish: why the answer ends with it, if it does."""
         self._source.add(text)
         if finish is not None:
-            self._source.end(finish in CUTS)
-        return merged(self._next_parts())
+            self._source.end(finish in (*CUTS, FinishReason.STOP_STRING))
+        parts = merged(self._next_parts())
+        self._stopped_call = self._is_calling and finish in STOPS
+        return parts
 
     def _next_parts(self) -> Iterator[Part]:
         for part in self._reading:
@@ -195,14 +202,16 @@ class AnswerParser:
                 return
             if isinstance(part, Reasoning):
                 self.thoughts.append((self._source.place - len(part.text), self._source.place))
+            if isinstance(part, CallBegin | CallEnd):
+                self._is_calling = isinstance(part, CallBegin)
             index = getattr(part, "index", None)
             if index is None or self._max_calls is None or index < self._max_calls:
                 yield part
 
     @property
     def has_called(self) -> bool:
-        """Whether a call of a tool has begun."""
-        return self._calls.count > 0
+        """Whether a call of a tool has begun, and the caller's own stop has not ended it in its middle."""
+        return self._calls.count > 0 and not self._stopped_call
 
     def _read(self, read: Reader) -> Parsing[None]:
         try:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ppserve.core.request import FinishReason, Request, StopConditions
-from ppserve.head.api.answer_parts.answer_format import AnswerPlan
+from ppserve.head.api.answer_parts.answer_format import STOPS, AnswerPlan
 from ppserve.head.api.answer_parts.formats import TOOL_FORMATS, FormatNames, answer_format
 from ppserve.head.api.answer_parts.parts import (
     AnswerText,
@@ -98,6 +98,22 @@ def test_an_answer_in_pieces_is_the_whole_one(plan: AnswerPlan, case: Case) -> N
     assert streamed(plan, text, finish) == whole
     for place in range(len(text) + 1):
         assert streamed(plan, [text[:place], text[place:]], finish) == whole
+
+
+@pytest.mark.parametrize("finish", FinishReason)
+@pytest.mark.parametrize("name", BY_FORMAT)
+def test_an_answer_that_is_stopped_within_a_call_ends_with_none(name: str, finish: FinishReason) -> None:
+    """Clients read the arguments of an answer whose end says that tools are called."""
+    cases = BY_FORMAT[name].values()
+    answer = next(case.answer for case in cases if len(case.calls) == 1 and case.calls[0].arguments == '{"a": 1}')
+    ends_with_token = name == "channels"  # which has no text
+    for text, is_whole in ((answer, not ends_with_token), (answer[: answer.index("1")], False)):
+        parser = PLANS[name, ""].parser(REQUEST, 0)
+        parser.parts(text, None)
+        assert parser.has_called
+        parser.parts("", finish)
+        stopped = finish in STOPS[: 1 if ends_with_token else 2]
+        assert parser.has_called == (is_whole or not stopped)
 
 
 FRAGMENTS = st.sampled_from(

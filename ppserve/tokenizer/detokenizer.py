@@ -7,13 +7,13 @@ string. The pieces joined are the text of all ids decoded at once, cut at the fi
 from __future__ import annotations
 
 import codecs
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from ppserve.tokenizer.tokenizer import Tokenizer
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(Struct, frozen=True):
     """The text that a token adds to a stream, which may be empty. matched: the stop string that ended it."""
 
     text: str

@@ -143,7 +143,7 @@ def within_a_result(picks: Iterable[Pick]) -> list[Pick]:
         num_rows = num_tokens if pick.sequence.wants_scores else 1
         if num_tokens == 0 or (kept and num_rows * each > left):
             continue
-        kept.append(pick._replace(num_tokens=num_tokens))
+        kept.append(pick if num_tokens == pick.num_tokens else pick._replace(num_tokens=num_tokens))
         left -= num_rows * each
     return kept
 

@@ -68,7 +68,7 @@ class Speculation:
         for pick in picks:
             draft_ids = self.draft(pick.sequence, running, self._max_rows - num_rows) or ()
             num_rows += len(draft_ids)
-            drafted.append(pick._replace(draft_ids=draft_ids))
+            drafted.append(pick._replace(draft_ids=draft_ids) if draft_ids else pick)
         return drafted
 
     def may_draft(self, num_running: int) -> bool:

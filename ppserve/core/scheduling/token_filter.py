@@ -12,6 +12,8 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Protocol
 
+from msgspec import Struct
+
 from ppserve.errors import AnswerImpossible, PpserveError, RequestError, RequestFailed
 
 
@@ -27,8 +29,7 @@ class TokenFilter(Protocol):
         """
 
 
-@dataclass(frozen=True, slots=True)
-class Mask:
+class Mask(Struct, frozen=True):
     """Which ids may follow certain tokens of an answer."""
 
     bits: bytes | None

@@ -163,7 +163,7 @@ def renamed(error: InvalidRequest, names: Mapping[str, str], home: str = "") -> 
 
 def _record(kind: type[R], options: Mapping[str, Any]) -> R:
     """Make the core's record of those options that are its fields. `_check_table` compares the names."""
-    return kind(**{field.name: options[field.name] for field in fields(kind) if field.name in options})
+    return kind(**{name: options[name] for name in kind.__struct_fields__ if name in options})
 
 
 def _check_table() -> None:

@@ -10,9 +10,9 @@ import asyncio
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 
+from msgspec import Struct
 from msgspec.structs import replace
 
 from ppserve.core.plan import TokenLogprobs
@@ -41,8 +41,7 @@ FINISH_WORDS = {
 """The words are OpenAI's, but for `abort`, vLLM's word for an end before its time."""
 
 
-@dataclass(frozen=True, slots=True)
-class Delta:
+class Delta(Struct, frozen=True):
     """What is new of one sequence: the merged outputs of one or more steps."""
 
     index: int  # of the sequence

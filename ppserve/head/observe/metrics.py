@@ -89,6 +89,9 @@ class RequestMetrics:
         self.cached = counter("ppserve_cached_prompt_tokens", cached_text, ["replica"])
         self.generated = counter("ppserve_generated_tokens", "Tokens generated.", ["replica"])
         self._begin_at_zero(replicas)
+        # `labels` is slow, so its results are kept for what is counted with every token.
+        self._generated = {r: self.generated.labels(r) for r in replicas}
+        self._itl = {r: self.itl.labels(r) for r in replicas}
 
     def _begin_at_zero(self, replicas: Sequence[str]) -> None:
         reasons = (*(reason.value for reason in FinishReason), *STATUSES)
@@ -119,12 +122,12 @@ class RequestMetrics:
         self.ended.labels("", error.status).inc()
 
     def _count_token(self, opened: OpenRequest, index: int, replica: str, now_s: float) -> None:
-        self.generated.labels(replica).inc()
+        self._generated[replica].inc()
         gap_s = opened.progress(index).gap_s
         if opened.num_tokens == 1:
             self.ttft.labels(replica).observe(now_s - opened.arrived_s)
         elif gap_s is not None:
-            self.itl.labels(replica).observe(gap_s)
+            self._itl[replica].observe(gap_s)
 
     def _end_sequence(self, opened: OpenRequest, output: TokenOutput, replica: str) -> None:
         progress = opened.progress(output.index)
@@ -172,8 +175,7 @@ class StepMetrics(StepObserver):
         self._num_drafted = [dict.fromkeys(DRAFT_OUTCOMES, 0) for _ in replicas]
         for replica, stage, cause in product(replicas, stages, LossCause):
             self._restarts.labels(replica, stage, cause)
-        for replica, family in product(replicas, (self.in_flight, self.kv_usage, self.running)):
-            family.labels(replica)
+        self._load = [tuple(f.labels(r) for f in (self.running, self.in_flight, self.kv_usage)) for r in replicas]
 
     def on_step_sent(self, replica: int, step: Step, scheduler: Scheduler) -> None:
         self._tokens[replica][step.phase].observe(step.num_tokens)
@@ -190,11 +192,11 @@ class StepMetrics(StepObserver):
         self._mask.observe(seconds)
 
     def on_load(self, replica: int, scheduler: Scheduler, in_flight: int, num_waiting: int) -> None:
-        label = str(replica)
-        self.running.labels(label).set(scheduler.num_running)
+        running, flying, kv_usage = self._load[replica]
+        running.set(scheduler.num_running)
+        flying.set(in_flight)
+        kv_usage.set(scheduler.kv_usage)
         self.waiting.set(num_waiting)
-        self.in_flight.labels(label).set(in_flight)
-        self.kv_usage.labels(label).set(scheduler.kv_usage)
         self._count_drafted(replica, scheduler.num_draft_tokens)
 
     def _count_drafted(self, replica: int, outcomes: Mapping[str, int]) -> None:

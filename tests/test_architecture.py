@@ -262,7 +262,7 @@ BUDGET = {
     "ppserve/core/ledger/*.py": 936,
     "ppserve/planning/*.py": 605,
     "ppserve/process/*.py": 1_720,  # what Ctrl-C does before a command can end in order
-    "ppserve/stage/*.py": 1_690,
+    "ppserve/stage/*.py": 1_725,  # what a first start compiles ahead
     "ppserve/stage/transport/*.py": 1_019,
     "ppserve/head/*.py ppserve/head/engine/*.py": 3_900,
     "ppserve/head/api/**/*.py": 7_480,  # the newer doors say which fields of chats they refuse
@@ -278,7 +278,7 @@ BUDGET = {
     "ppserve/client/*.py": 725,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,
     "ppserve/cli/*.py": 2_900,  # flags are named for fields, and what cannot be is refused
-    "tests/**/*.py": 42_900,  # what doors must agree in took 300; signals at every moment and absurd flags 500
+    "tests/**/*.py": 42_960,  # what doors must agree in took 300; signals at every moment and absurd flags 500
     "benchmarks/**/*.py": 4_400,
     "README.md": 200,
 }

@@ -57,12 +57,17 @@ def check_devices(config: ServeConfig, dev: Path = Path("/dev")) -> None:
     """Raise ConfigError for what needs a GPU where none can be. dev: the directory of devices.
 
     Stages ask torch, which is sure, but takes seconds to import."""
-    if not config.model.force_cpu and any(list(dev.glob(name)) for name in _GPU_DEVICES):
+    if may_have_gpu(config, dev):
         return
     if config.pipeline.transport == "nccl":
         raise ConfigError("--transport", "nccl needs a GPU of its own for every stage")
     if config.model.dtype == "float16" and os.environ.get("PPSERVE_GPU_REFERENCE") != "1":
         raise ConfigError("--dtype", "float16 needs a GPU; use bfloat16 or float32 on CPUs")
+
+
+def may_have_gpu(config: ServeConfig, dev: Path = Path("/dev")) -> bool:
+    """Return whether stages may run on a GPU of this host. dev: the directory of devices."""
+    return not config.model.force_cpu and any(list(dev.glob(name)) for name in _GPU_DEVICES)
 
 
 def _check_kv_memory(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:

@@ -227,9 +227,10 @@ class AnyBackend(Protocol):
         """Whether a plan's masks are needed only for its draws, so that they may come while the rest is
         computed."""
 
-    def compile(self, tell: Callable[[int, int], object]) -> None:
-        """Compile the kernels that steps need, unless they are kept from an earlier start, together with other
-        processes that do the same. tell: called before each one with its number, from 1, and their count."""
+    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
+        """Compile the kernels that steps of a stage of so many tensor ranks need, unless they are kept from an
+        earlier start, together with other processes that do the same. tell: called before each one with its
+        number, from 1, and their count."""
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None

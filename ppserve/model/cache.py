@@ -51,6 +51,12 @@ def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] 
     )
 
 
+def compiled_ahead(environment: Mapping[str, str]) -> Path:
+    """Return the file that exists once the kernels of draws and masks are kept on this machine. Raises
+    ConfigError."""
+    return kernel_directory(environment) / "compiled-ahead"
+
+
 def _directory_name() -> str:
     """Return a name with a digest of the sources of all kernels, and of what they are made with. To decide whether
     a kernel is stale, numba looks only at the kernel's own file, and not at the files of functions that it

@@ -300,3 +300,12 @@ KERNELS = (
     for_types(is_finite, "float32[::1]"),
 )
 """What reads logits without masks. The one that takes longest to compile is the first."""
+
+
+_MASK = "Array(uint8, 1, 'C', readonly=True)"
+OF_MASKS = (
+    for_types(allowed_ids, f"{_MASK}, int64, int64"),
+    for_types(forbid, f"float32[::1], {_MASK}, int64"),
+    for_types(num_allowed, _MASK),
+)
+"""What masks need beyond that. A plan's masks are bytes, which nobody may write to."""

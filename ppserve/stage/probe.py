@@ -78,9 +78,11 @@ def probe_and_measure(
     found = probe(config, environment)
     found.setup.bind_this_thread()
     kept = f"first start only, kept in {with_tilde(kernel_directory(os.environ).parent)}"
-    found.setup.backend().compile(lambda which, count: tell(f"compiling kernels, {which} of {count} ({kept})"))
-    tell("measuring layers")
     grid = config.pipeline.grid(environment.world_size)
+    found.setup.backend().compile(
+        lambda which, count: tell(f"compiling kernels, {which} of {count} ({kept})"), grid.tensor
+    )
+    tell("measuring layers")
     tensor = grid.place(environment.rank).tensor
     return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.setup))
 

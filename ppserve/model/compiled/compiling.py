@@ -145,7 +145,29 @@ class _PartLibrary(JITCodeLibrary):
         pass
 
 
-class PartCompiler(Compiler):
+_FOR_OTHER_CODE = frozenset({
+    "WithLifting", "InlineClosureLikes", "MakeFunctionToJitFunction", "InlineInlinables", "FindLiterallyCalls",
+    "LiteralUnroll", "LiteralPropagationSubPipelinePass", "RewriteDynamicRaises", "RewriteSemanticConstants",
+    "DeadBranchPrune", "InlineOverloads", "NopythonRewrites", "AnnotateTypes", "DumpParforDiagnostics",
+    "NoPythonSupportedFeatureValidation",
+})  # fmt: skip
+"""numba's passes for what kernels do not have: closures, `with`, computed exceptions, array expressions, arguments
+that are None, reports. After each of them numba analyses the function anew. Without them the machine code is the
+same."""
+
+
+class KernelCompiler(Compiler):
+    """The compiler of kernels, with the passes that these need."""
+
+    def define_pipelines(self):
+        pipelines = super().define_pipelines()
+        for pipeline in pipelines:
+            pipeline.passes = [each for each in pipeline.passes if each[0].__name__ not in _FOR_OTHER_CODE]
+            pipeline.finalize()
+        return pipelines
+
+
+class PartCompiler(KernelCompiler):
     """The compiler of functions that only kernels call, never Python."""
 
     def define_pipelines(self):

@@ -34,7 +34,7 @@ if CPU_FEATURES in os.environ:  # else numba tells LLVM what this CPU has
     with contextlib.suppress(RuntimeError):  # LLVM does not know this kind of CPU
         os.environ[CPU_FEATURES] = bounded(os.environ[CPU_FEATURES], binding.get_host_cpu_features())
 
-from ppserve.model.compiled.compiling import PartCompiler, SharedCache  # noqa: E402
+from ppserve.model.compiled.compiling import KernelCompiler, PartCompiler, SharedCache  # noqa: E402
 
 # If numba was imported before this file, it knows no directory.
 numba.config.reload_config()  # type: ignore[no-untyped-call]
@@ -57,7 +57,7 @@ def check_numba(version: str = numba.__version__) -> None:
 def kernel(function: Kernel) -> Kernel:
     """Compile a function that Python calls. It is cached, runs without the GIL, and is compiled without
     fast-math."""
-    dispatcher: Any = numba.njit(nogil=True, error_model="numpy")(function)
+    dispatcher: Any = numba.njit(nogil=True, error_model="numpy", pipeline_class=KernelCompiler)(function)
     dispatcher._cache = SharedCache(function)  # type: ignore[no-untyped-call]
     return cast(Kernel, dispatcher)
 

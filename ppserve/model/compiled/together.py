@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 
 from numba import types
@@ -54,9 +55,14 @@ def compile_together(kernels: Sequence[TypedKernel], tell: Callable[[int, int], 
     tell: called before each kernel with its number, from 1, and how many are to be compiled.
     """
     left = [each for each in kernels if not each.is_kept()]
-    count = len(left)
-    while left:
-        tell(count - len(left) + 1, count)
-        chosen = next((each for each in left if not each.is_being_compiled()), left[0])
-        left.remove(chosen)
-        chosen.compile()
+    count, collects = len(left), gc.isenabled()
+    gc.disable()  # compiling makes objects by the million, among which little is to be collected
+    try:
+        while left:
+            tell(count - len(left) + 1, count)
+            chosen = next((each for each in left if not each.is_being_compiled()), left[0])
+            left.remove(chosen)
+            chosen.compile()
+    finally:
+        if collects:
+            gc.enable()

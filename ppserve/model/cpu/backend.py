@@ -40,6 +40,7 @@ from ppserve.model.compiled.together import compile_together
 from ppserve.model.cpu.int8_cache import check_int8_cache
 from ppserve.model.cpu.kernels import variants
 from ppserve.model.cpu.kernels.attention_tile import attention_kernels
+from ppserve.model.cpu.kernels.exchange import EXCHANGE
 from ppserve.model.cpu.kernels.memory import Arena
 from ppserve.model.cpu.kernels.operations import OPERATIONS
 from ppserve.model.cpu.kernels.products import micro_kernels
@@ -97,9 +98,10 @@ class CpuBackend:
         self._head_scratch = ScratchMemory(self._head_product, num_threads)
         self._arena = Arena()
 
-    def compile(self, tell: Callable[[int, int], object]) -> None:
+    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
         # From long to short, so that no process waits long for another at the end.
-        compile_together([*reversed(self._work.kernels), *sampling_kernels.KERNELS], tell)
+        of_ranks = [EXCHANGE] if num_tensor > 1 else []
+        compile_together([*reversed(self._work.kernels), *of_ranks, *sampling_kernels.KERNELS], tell)
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None

@@ -88,7 +88,7 @@ class CudaBackend(TorchBackend):
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
-    def compile(self, tell: Callable[[int, int], object]) -> None:
+    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
         """Triton compiles its kernels in the self-test, for the shapes that it meets."""
 
     def load(

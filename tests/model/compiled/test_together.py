@@ -105,26 +105,41 @@ def test_a_kernel_calls_another_by_its_address() -> None:
     assert caller.kernels == [called.kernel, caller.kernel]
 
 
-# Prints how often each kernel was compiled in this process, once when the backend has compiled what it needs, and
-# once when a model has been loaded and tested.
+# Prints how often each kernel was compiled in this process: once when the backend of a tensor rank has compiled
+# what it needs, and what masks need is compiled; and once when a model has been loaded and tested, tokens have
+# been drawn with masks that allow few ids and many, and rows have been exchanged.
 CHILD = """
 import json, sys
 import torch
 from ppserve.core.architecture import StageLayout
+from ppserve.core.architecture import Cut
+from ppserve.core.plan import Draw
+from ppserve.core.request import SamplingParams
 from ppserve.model import sampling_kernels
+from ppserve.model.compiled.together import compile_together
+from ppserve.model.cpu.exchange import MemoryGather, memory_bytes
+from ppserve.model.cpu.kernels.exchange import EXCHANGE
+from ppserve.model.sampling import draw_token
 from ppserve.model.checkpoint.opening import open_checkpoint
 from ppserve.model.cpu.backend import CpuBackend
 backend, checkpoint = CpuBackend("float32"), open_checkpoint("tiny")
-kernels = [*backend._work.kernels, *sampling_kernels.KERNELS]
+kernels = [*backend._work.kernels, *sampling_kernels.KERNELS, *sampling_kernels.OF_MASKS, EXCHANGE]
 def misses():
     functions = [each._function for each in kernels]
     return {each.__name__: sum(each._cache_misses.values()) for each in functions}
 print("ready", flush=True)
 sys.stdin.readline()
-backend.compile(lambda which, count: print("told", which, count, file=sys.stderr))
+def tell(which, count):
+    print("told", which, count, file=sys.stderr)
+backend.compile(tell, num_tensor=2)
+compile_together(sampling_kernels.OF_MASKS, tell)
 compiled = misses()
 layout = StageLayout(0, 1, 0, 2 * checkpoint.architecture.num_layers)
 assert backend.load(checkpoint, layout).check_determinism(16) is None
+for mask in (b"\\1", bytes([255] * 20)):
+    assert draw_token(0, Draw(SamplingParams(seed=1), mask=mask), 1, torch.zeros(160).numpy()).token_id is not None
+gather = MemoryGather(torch.zeros(memory_bytes(1), dtype=torch.uint8), 0, 1)
+assert gather.all(torch.ones(3, 5), Cut((5,), 0)).tolist() == [[1.0] * 5] * 3
 print(json.dumps([compiled, misses()]))
 """
 

@@ -22,6 +22,7 @@ from numba.extending import intrinsic
 
 from ppserve.model.compiled.jit import inlined, kernel
 from ppserve.model.compiled.lanes import load_int, store_int
+from ppserve.model.compiled.together import for_types
 from ppserve.model.cpu.kernels.atomics import (
     NAP_NS,
     add_shared,
@@ -89,6 +90,9 @@ def exchange(side, rows, num_rows, element_bytes, widths, whole) -> None:
         for row in range(num_rows):
             _copy_bytes(whole + row * row_bytes, buffers + row * width, width)
         whole, buffers = whole + width, buffers + 2 * BUFFER_BYTES
+
+
+EXCHANGE = for_types(exchange, "int64, int64, int64, int64, int64, int64")
 
 
 @inlined

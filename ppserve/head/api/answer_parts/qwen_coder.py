@@ -45,7 +45,7 @@ class QwenCoder(Hermes):
         schemas = _properties(calls.schemas.get(name, {}))
         between = "{"
         with suppress(NotACall):  # what is no JSON ends the call
-            while (yield from source.next_visible()) == "<" and (yield from source.starts_with(PARAMETER)):
+            while (yield from source.next_visible()) == "<" and (yield from source.goes_on_with(PARAMETER)):
                 key = yield from source.text_until(NAME_END)
                 value = yield from _read_value(source, schemas.get(key))
                 yield calls.arguments(f"{between}{json.dumps(key, ensure_ascii=False)}: {value}")

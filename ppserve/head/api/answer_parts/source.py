@@ -105,6 +105,16 @@ class Source:
                 return None
             yield None
 
+    def goes_on_with(self, word: str) -> Parsing[bool]:
+        """Read this word, if the text goes on with it, and return whether it does. Raises AnswerEnds for a text
+        that ends within the word."""
+        while not self._text.startswith(word, self._at):
+            if not word.startswith(self._text[self._at :]):
+                return False
+            yield from self._more()
+        self._at += len(word)
+        return True
+
     def word(self) -> Parsing[str]:
         """Read the characters that a tool's name may have. Raises AnswerEnds."""
         word = ""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
+from ppserve.core.cost_model import StepSize
 from ppserve.core.plan import StepPlan, StepResult, StepStamps
 
 STEP_DEADLINE_NS = 60_000_000_000
@@ -53,12 +54,17 @@ class Step:
 
     @cached_property
     def phase(self) -> str:
-        """See `StepPlan.phase`. Like `num_tokens` it depends on every slice, and is asked for several times."""
+        """See `StepPlan.phase`. Like `size` it depends on every slice, and is asked for several times."""
         return self.plan.phase
 
     @cached_property
+    def size(self) -> StepSize:
+        """The terms of the step's cost, which are the same on every stage."""
+        return StepSize.from_plan(self.plan)
+
+    @property
     def num_tokens(self) -> int:
-        return self.plan.num_tokens
+        return self.size.rows
 
     @property
     def is_complete(self) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ppserve.core.cost_model import StageCost, StepSize
+from ppserve.core.cost_model import StageCost
 from ppserve.core.ledger.steps import Step, Steps
 from ppserve.core.ledger.tensor_ranks import TensorRanks
 from ppserve.core.plan import RankResult, StepPlan, StepResult
@@ -39,7 +39,7 @@ class StepBooks:
     def measure(self, result: StepResult, step: Step) -> None:
         """Learn from a stage's result what steps cost."""
         seconds = (result.stamps.ended - result.stamps.begun) / 1e9
-        self.costs[result.stage].observe(StepSize.from_plan(step.plan), seconds)
+        self.costs[result.stage].observe(step.size, seconds)
 
     def lose(self) -> None:
         """Forget the steps in flight: the epoch is lost, and none of them will be reported."""

@@ -166,7 +166,7 @@ class MessagesBody(GenerationBody, kw_only=True):
         """Whether the caller wants to see what the model thinks."""
         return self.thinking is not None and self.thinking.type != "disabled"
 
-    @property
+    @cached_property
     def tooling(self) -> Tooling:
         """What the body says about tools."""
         named = self.tool_choice or AnthropicToolChoice("auto")

@@ -196,7 +196,7 @@ class ResponsesBody(GenerationBody, kw_only=True):
         """How long the model should think; an empty word says nothing."""
         return (self.reasoning.effort or None) if self.reasoning is not None else None
 
-    @property
+    @cached_property
     def tooling(self) -> Tooling:
         """What the body says about tools. Those that OpenAI runs are left out: agents send them by default."""
         return Tooling(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -82,7 +83,7 @@ class ToolBody(ChoicesBody, kw_only=True):
     functions: list[ToolFunction] | None = None
     function_call: str | FunctionName | None = None
 
-    @property
+    @cached_property
     def tooling(self) -> Tooling:
         """What the body says about tools, whose choice is one of the served words."""
         tools = [each.function for each in self.tools or ()] or (self.functions or ())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import platform
 import subprocess
 import venv
 import zipfile
@@ -12,6 +14,7 @@ from pathlib import Path
 import pip
 import pytest
 
+from tools import install_torch
 from tools.install_torch import CUDA_COSTS, pinned
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -85,3 +88,9 @@ def test_the_cpu_build_is_taken_where_there_is_one(
     # What it costs, before anything is fetched.
     assert ("CPU build" in said and "0.2 GB to fetch" in said) if wanted == CPU else CUDA_COSTS in said
     assert environment.install(build, "--index", index) == f"torch {wanted} is installed"
+
+
+def test_sizes_that_were_measured_on_another_machine_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    for machine, says in (("aarch64", "on x86-64 0.2 GB to fetch"), ("x86_64", "0.2 GB to fetch")):
+        monkeypatch.setattr(platform, "machine", lambda machine=machine: machine)
+        assert importlib.reload(install_torch).CPU_COSTS.startswith(says)

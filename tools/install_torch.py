@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import platform
 import re
 import subprocess
 import sys
@@ -20,9 +21,11 @@ from pathlib import Path
 CONSTRAINTS = Path(__file__).resolve().parent.parent / "constraints.txt"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 
-# What 2.13.0 took for Python 3.11 on x86-64, with all that it depends on.
+# What 2.13.0 took for Python 3.11 on x86-64, with all that it depends on. Nobody has measured it elsewhere.
 CPU_COSTS = "0.2 GB to fetch, 0.9 GB on disk"
 CUDA_COSTS = "2.7 GB to fetch, 4.7 GB on disk"
+if platform.machine() != "x86_64":
+    CPU_COSTS, CUDA_COSTS = (f"on x86-64 {costs}" for costs in (CPU_COSTS, CUDA_COSTS))
 
 # An index that does not answer must not hold up an installation for pip's usual minutes.
 _ASK_BRIEFLY = ("--timeout", "10", "--retries", "1")

@@ -9,7 +9,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from ppserve.config import ServeConfig, ServerSettings
+from ppserve.config import NetworkSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, Split, stage_layouts
 from ppserve.core.figures import size
 from ppserve.core.grid import RankGrid
@@ -23,13 +23,18 @@ from ppserve.head.engine.placement import check_microbatches
 from ppserve.head.listener import bound
 from ppserve.model.checkpoint.opening import read_architecture
 from ppserve.planning.forecast import ELEMENT_BYTES
+from ppserve.process.head_endpoint import check_secret_file
+from ppserve.process.limits import available_bytes
+from ppserve.process.network import address_of, interfaces
+from ppserve.process.tls import stage_context
 
 _GPU_DEVICES = ("nvidia*", "dxg", "nvhost-*", "nvgpu", "kfd")
 """Devices of NVIDIA's driver, of WSL, of Jetsons, and of AMD's driver."""
 
 
-def check(config: ServeConfig, world_size: int) -> None:
-    """Raise UsageError for the first mistake found. Stages may find further ones on their hosts."""
+def check(config: ServeConfig, world_size: int, num_here: int | None = None) -> None:
+    """Raise UsageError for the first mistake found. Stages may find further ones on their hosts. num_here: the
+    number of ranks on this host; None: all."""
     server, grid = config.server, config.pipeline.grid(world_size)
     _check_ports(server)
     read_certificates(server)
@@ -37,7 +42,9 @@ def check(config: ServeConfig, world_size: int) -> None:
         ApiKeys(server.api_key_file)
     if server.chat_template is not None:
         ChatTemplate.read(server.chat_template, {}, {})
+    _check_network(config.network)
     check_devices(config)
+    _check_host_memory(config, num_here or world_size)
     arch = _architecture(config.model.path)
     if arch is not None:
         arch.context(config.model.max_model_len)
@@ -70,6 +77,27 @@ def may_have_gpu(config: ServeConfig, dev: Path = Path("/dev")) -> bool:
     return not config.model.force_cpu and any(list(dev.glob(name)) for name in _GPU_DEVICES)
 
 
+def _check_network(network: NetworkSettings) -> None:
+    """Raise ConfigError for what cannot be, also where only ranks on several hosts would use it."""
+    if network.interface is not None:
+        address_of(network.interface, interfaces(), version=4)
+    if network.secret_file is not None:
+        check_secret_file(network.secret_file)
+    if network.stage_tls_cert is not None:
+        stage_context(network, serves=True)
+
+
+def _check_host_memory(config: ServeConfig, num_here: int) -> None:
+    """Raise ConfigError if this host's memory cannot hold the keys and values of its stages. GPUs have their own
+    memory."""
+    asked, available = config.cache.kv_cache_memory, available_bytes()
+    if asked is None or not available or may_have_gpu(config) or asked * num_here <= available:
+        return
+    each = "" if num_here == 1 else f" for each of {num_here} stages"
+    problem = f"{size(asked)}{each} is more than this host has free: {size(available)}"
+    raise ConfigError("--kv-cache-memory", problem)
+
+
 def _check_kv_memory(config: ServeConfig, arch: Architecture, grid: RankGrid) -> None:
     """Raise ConfigError if --kv-cache-memory has no room for one full sequence on some stage, however the layers
     are divided and in the smallest type that --kv-dtype allows. Stages check what they really have."""
@@ -91,10 +119,14 @@ def _check_kv_memory(config: ServeConfig, arch: Architecture, grid: RankGrid) ->
 
 
 def _check_trace(path: Path) -> None:
+    """Raise ConfigError if the file cannot be written. One that was not there is not left behind."""
+    was_there = path.exists()
     try:
         path.open("ab").close()
     except OSError as error:
         raise ConfigError("--trace", f"cannot write {path}: {error.strerror}") from None
+    if not was_there:
+        path.unlink()
 
 
 def _architecture(path: str) -> Architecture | None:

@@ -19,6 +19,7 @@ from ppserve.cli.types import (
     ORIGINS,
     PORTS,
     SIZE,
+    SWITCH,
     TEXT,
     HelpfulCommand,
     Number,
@@ -27,6 +28,9 @@ from ppserve.cli.types import (
 )
 from ppserve.errors import did_you_mean
 from ppserve.head.api.answer_parts.formats import REASONING_FORMAT_NAMES, TOOL_FORMAT_NAMES
+from ppserve.head.limits import MAX_COUNT
+
+_MOST_THREADS = 1024
 
 
 class _PortOption(click.Option):
@@ -138,7 +142,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag(
             "--threads",
             "Computing threads of each stage. Default: the host's cores divided among its stages.",
-            COUNT,
+            Whole(1, _MOST_THREADS),
         ),
         _flag("--force-cpu", "Do not use GPUs.", is_flag=True),
         _flag(
@@ -147,7 +151,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         ),
         _flag(
             "--cuda-graphs", "Record decoding steps as CUDA graphs when serving begins.",
-            bool, default="on", metavar="on|off",
+            SWITCH, default="on",
         ),
         _flag("--prefill-chunk", "Most prompt tokens in one step.", auto_or(COUNT), default="auto"),
         _flag(
@@ -185,7 +189,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag(
             "--max-logprobs",
             "Most likely tokens that a request may ask for with each of its tokens; -1: all of the vocabulary.",
-            Whole(-1), default=20,
+            Whole(-1, MAX_COUNT), default=20,
         ),
         _flag("--vllm-grpc", "Serve vllm.grpc.engine as well, on the gRPC port, for routers.", is_flag=True),
         _port("--metrics-port", "Port of /metrics and the page without a prompt; 0 picks one.", default=9400),

@@ -103,7 +103,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
     check_machine(environment.local_world_size, starts_them=False)
     from ppserve.cli.check import check
 
-    check(config, environment.world_size)
+    check(config, environment.world_size, environment.local_world_size)
     # It imports torch while this process imports the head.
     fork_server = ForkServer()
     fork_server.prepare()

@@ -12,6 +12,7 @@ from typing import Any
 import click
 
 from ppserve.core.architecture import Split
+from ppserve.core.scheduling.speculation import MAX_DRAFT_TOKENS
 
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _MOST_BYTES = 1 << 60  # more than any machine has
@@ -136,9 +137,15 @@ def _count(text: str) -> int:
 
 
 def _draft_tokens(text: str) -> int:
-    if text != "off" and not re.fullmatch(r"\d{1,3}", text):
-        raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens")
+    if text != "off" and not (re.fullmatch(r"\d{1,3}", text) and int(text) <= MAX_DRAFT_TOKENS):
+        raise ValueError(f"{text!r} is neither auto nor off nor a number of draft tokens up to {MAX_DRAFT_TOKENS}")
     return 0 if text == "off" else int(text)
+
+
+def _switch(text: str) -> bool:
+    if not text.strip():
+        raise ValueError(f"{text!r} is neither on nor off")
+    return bool(click.BOOL(text))
 
 
 def _ports(text: str) -> tuple[int, int]:
@@ -159,6 +166,7 @@ TEXT = Parsed("text", _text)
 NAMES = Parsed("name,...", lambda text: tuple(map(_name, text.split(","))))
 ORIGINS = Parsed("origin,...", lambda text: tuple(map(_origin, text.split(","))))
 COUNT = Parsed("n", _count)
+SWITCH = Parsed("on|off", _switch)
 DRAFT_TOKENS = Parsed("off|n", _draft_tokens)
 PORTS = Parsed("A-B", _ports)
 LAYERS = Parsed("n,n,...", Split.parse)

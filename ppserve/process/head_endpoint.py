@@ -13,6 +13,7 @@ import logging
 import os
 import socket
 import sys
+from pathlib import Path
 
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, UsageError
@@ -55,6 +56,11 @@ def open_head_socket(endpoint: HeadEndpoint) -> tuple[socket.socket, bytes]:
         if endpoint.secret_file is None:
             raise UsageError(f"another server listens on {endpoint.address}: {error.strerror}") from None
         raise ConfigError("--control-port", f"cannot listen on {endpoint.address}: {error.strerror}") from None
+
+
+def check_secret_file(path: Path) -> None:
+    """Raise ConfigError for a file that holds no secret."""
+    read_secret(HeadEndpoint("", path))
 
 
 def read_secret(endpoint: HeadEndpoint) -> bytes:

@@ -9,13 +9,17 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
+import click
 import pytest
 
 from ppserve.cli.check import check, check_devices
+from ppserve.cli.flags import FLAGS
 from ppserve.config import CacheSettings, ModelSettings, PipelineSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Split
 from ppserve.errors import ConfigError, UsageError
+from ppserve.process import torchrun
 from tests.commands import run
 
 FREE = ServerSettings(port=0, http_port=0, metrics_port=0)
@@ -127,3 +131,63 @@ def test_a_hub_id_without_a_network_is_refused_before_processes_start(tmp_path: 
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=60, check=False
     )
     assert "someone/model: no such file or directory, not in the local hub cache" in done.stderr.splitlines()[-1]
+
+FREE_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
+NAMES = {"--served-model-name", "--trace"}
+"""Flags that take any text: a name that a person chooses."""
+ABSURD = ["", " ", "-1", "1e400", "9" * 20, "häß", "nosuch0", "/no/such/place", "\udcff", "a\nb", os.sep]
+FINE_HERE = {("--max-logprobs", "-1"), ("--start-timeout", "1e400"), ("--start-timeout", "9" * 20)}
+"""All of the vocabulary; never."""
+TAKEN = {"--model"}  # the line names the path
+
+
+@pytest.mark.parametrize("flag", [one for flags in FLAGS.values() for one in flags], ids=lambda flag: flag.opts[0])
+def test_no_flag_serves_an_absurd_value(flag: click.Option, tmp_path: Path) -> None:
+    """One line names the flag, before any process is started, and no file is left."""
+    name = flag.opts[0]
+    if flag.is_flag or name in NAMES:
+        return
+    for value in [*ABSURD, str(tmp_path)]:
+        if (name, value) in FINE_HERE:
+            continue
+        with mock.patch.object(torchrun, "run_ranks", return_value=0):
+            done = run("serve", *FREE_PORTS, f"{name}={value}")
+        assert done.returncode == 2, value
+        assert name in TAKEN or name in done.one_line, value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "says"),
+    [
+        ("--kv-cache-memory", "900T", "900 TiB for each of 2 stages is more than this host has free: "),
+        ("--interface", "nosuch0", "'nosuch0' has no address here; there are "),
+        ("--speculate", "900", "'900' is neither auto nor off nor a number of draft tokens up to 15"),
+        ("--threads", "99999", "'99999' is not a whole number from 1 to 1024"),
+        ("--chat-template", os.devnull, "cannot be read as a Jinja template: it is empty"),
+        ("--secret-file", os.devnull, "needs at least 16 characters"),
+        ("--api-key-file", os.devnull, "holds no key"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_processes_start(flag: str, value: str, says: str) -> None:
+    flags = ["--stages", "2", "--force-cpu"]
+    with mock.patch.object(torchrun, "run_ranks", return_value=0):
+        done = run("serve", *FREE_PORTS, *flags, flag, value)
+    assert done.returncode == 2
+    assert says in done.one_line
+    assert flag in done.one_line
+
+
+def test_certificates_for_stages_are_read_at_once() -> None:
+    parts = [f"--stage-tls-{part}={os.devnull}" for part in ("cert", "key", "ca")]
+    with mock.patch.object(torchrun, "run_ranks", return_value=0):
+        done = run("serve", *FREE_PORTS, *parts)
+    assert (done.returncode, "--stage-tls-" in done.one_line) == (2, True)
+
+
+def test_a_trace_that_can_be_written_is_not_begun(tmp_path: Path) -> None:
+    """The start may still fail. What was there stays."""
+    (old := tmp_path / "old.json").write_text("[]")
+    for trace in (tmp_path / "new.json", old):
+        check(dataclasses.replace(FINE, server=dataclasses.replace(FREE, trace=trace)), 2)
+    assert list(tmp_path.iterdir()) == [old]
+    assert old.read_text() == "[]"

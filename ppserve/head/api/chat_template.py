@@ -82,7 +82,9 @@ class ChatTemplate:
     ) -> ChatTemplate:
         """Read the template that the operator gives. Raises ConfigError."""
         try:
-            return cls(path.read_text("utf-8"), tokens, special, formats)
+            if not (source := path.read_text("utf-8")).strip():
+                raise ValueError("it is empty")
+            return cls(source, tokens, special, formats)
         except (OSError, ValueError) as error:
             why = getattr(error, "strerror", error)
             raise ConfigError("--chat-template", f"{path} cannot be read as a Jinja template: {why}") from error

@@ -49,7 +49,7 @@ class Draw(Struct, frozen=True, omit_defaults=True):
     prompt_ids: bytes = b""
     """The prompt, packed by `packed_ids`; empty unless `params.needs_history`."""
     output_ids: bytes = b""
-    """The tokens between the prompt and the draw, likewise."""
+    """The tokens between the prompt and the draw, packed in the same way, and empty in the same case."""
     mask: bytes | None = None
     """The ids that may be drawn, one bit for each (see `scheduling.token_filter`); None: all may."""
 
@@ -67,7 +67,7 @@ class Slice(Struct, frozen=True, omit_defaults=True):
     """One sequence's consecutive tokens in a step."""
 
     sequence_id: int | None
-    """None: of no sequence, but of a probe."""
+    """None: the slice belongs to a probe, a step without a request."""
     start: int
     """The position of the first token."""
     token_ids: tuple[int, ...]
@@ -217,8 +217,8 @@ class _StepOutcome(Struct, frozen=True, omit_defaults=True, kw_only=True):
     drawn: tuple[Drawn, ...] = ()
     scored: tuple[Scored, ...] = ()
     gathered_ns: int = 0
-    """How long, between begun and ended, the rank waited for the other tensor ranks of its stage. In a stage's
-    result it is the average over its ranks."""
+    """How long, between begun and ended, the rank waited for the other tensor ranks of its stage, and for the
+    masks of a plan that was sent without them. In a stage's result it is the average over its ranks."""
 
     @property
     def computed_ns(self) -> int:

@@ -1,10 +1,12 @@
 """What the model asks of a kind of device.
 
 The model knows which tensors go through which operator in which order; a backend knows how they are computed. It
-owns the layout of weights, keys and values in memory, and the arithmetic. `cpu` and `cuda` have kernels of their
-own; `stock` has torch's operators, for everything else.
+owns the layout of weights, keys and values in memory, and the arithmetic. There are two, `cpu` and `cuda`, which
+have kernels of their own. `stock` has what a backend may take from torch: norms, activations, plain linear layers.
 
-T rows, D width, E = 3D, K inputs, N outputs, V vocabulary, R rows read out, S slices.
+A row is *read out* if the last stage computes its logits, to draw the next token from them or to score it.
+
+T rows, D width, K inputs, N outputs, R rows read out, v a rank's own vocabulary.
 """
 
 from __future__ import annotations
@@ -208,7 +210,7 @@ class LoadedModel(Protocol):
         takes seconds. populate: let a thread begin to take the cache's memory from the system."""
 
     def parts(self, num_blocks: int, block_size: int) -> list[CachedModel]:
-        """Return the model without its sublayers, with the first one, with the first two, and so on. The probe
+        """Return the model without its sublayers, with the first one, with the first two, and so on. `stage.probe`
         measures by them what each sublayer costs. All share their weights and one cache, which is filled with
         numbers."""
 

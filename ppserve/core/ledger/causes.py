@@ -21,7 +21,8 @@ The stages form a ring through the head: the stage before the first is the last,
 delay can circulate in this ring after its cause is gone. When it re-enters stage 0, it is attributed again, in
 proportion to recently measured delays (`RecentDelays`).
 
-Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`).
+Within a step, the tensor ranks of a stage wait for each other: `gather` (see `tensor_ranks`). A wait within a step
+for masks that follow their plan (`StepMasks`) is counted as `gather` too, also where a stage has one rank.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ KINDS = (*BUSY, *CAUSES, IDLE)
 
 @dataclass(frozen=True, slots=True)
 class Meaning:
-    """Words for a kind of time: what happens in it, and what would reduce it."""
+    """What a kind of time means, in words for people."""
 
-    what: str
-    helps: str = ""  # empty for time that is not lost
+    what: str  # what happens in it
+    helps: str = ""  # what would reduce it; empty for time that is not lost
 
 
 MEANINGS = {

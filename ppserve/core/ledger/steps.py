@@ -97,7 +97,7 @@ class Step:
 
 
 class Steps:
-    """The book of steps of one pipeline (see the module)."""
+    """The book of the steps of one pipeline (see the module)."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages

@@ -16,7 +16,7 @@ class TensorRanks:
     """Collects the results of ranks until those of a stage are complete."""
 
     def __init__(self, num_stages: int, num_tensor: int) -> None:
-        # How long each rank of each stage has waited for the others.
+        # How long each rank of each stage has waited for the others. It is counted only where a stage has several.
         self.gathered_ns = [[0] * num_tensor for _ in range(num_stages)]
         self._num_tensor = num_tensor
         self._ended = [0] * num_stages

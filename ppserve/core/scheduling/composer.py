@@ -120,8 +120,8 @@ class Composer:
         return max(MAX_SECONDS_BESIDE_DECODES, stretched_s)
 
     def _most_within(self, limit_s: float, size: StepSize, sequence: Sequence, most: int) -> int:
-        """Return how many tokens of a sequence, up to `most`, the step can take before it takes longer than
-        `limit_s`. size: the step's so far."""
+        """Return how many tokens of a sequence, up to `most`, can join the step before it takes longer than
+        `limit_s`. size: the step's size without them."""
 
         def seconds(num_tokens: int) -> float:
             return slowest_s(self._costs, _joined(size, sequence, num_tokens))

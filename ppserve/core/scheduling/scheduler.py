@@ -4,13 +4,15 @@ Each replica has one, on the head. It does no I/O and reads no clock. The reques
 gives requests to it; the scheduler owns their sequences while they run. The queue calls it, and it returns events.
 
 Laws
-- A token is scheduled after it has returned to the head. There are two exceptions. A draft token is a guess: what
-  was computed from a wrong one is dropped, and the right token's step overwrites its keys and values. And where
-  one rank computes all of the model, its next step is sent ahead, before its tokens are drawn (`sent_ahead`).
+- A generated token is scheduled after it has returned to the head. There are two exceptions. A draft token is a
+  guess: what was computed from a wrong one is dropped, and the right token's step overwrites its keys and values.
+  And where one rank computes all of the model, its next step is sent ahead, before its tokens are drawn
+  (`sent_ahead`).
 - Stages run steps in order. So a prompt's next chunk may be scheduled while the one before is in flight, a block
   may be shared once the step that fills it is scheduled, and a freed block may be reused at once.
 - The most blocks that a request can need are reserved at admission, so no sequence waits for a block.
-- When a stage is lost, its sequences go back to the queue with their tokens, and are computed again.
+- When a stage is lost, all sequences of its replica go back to the queue with their tokens, and are computed
+  again.
 - Every running sequence ends in `Scheduler.end`, whatever ended it. The event that this returns is its only
   terminal one.
 

@@ -1,6 +1,7 @@
-"""The book of steps in flight: each in a slot, with the sequences that it holds.
+"""The slots of steps in flight: each slot has a step, and the step has slices of sequences.
 
-`slot_count` chooses how many slots there are. A step that is sent ahead is one more (`sent_ahead`).
+`slot_count` chooses how many slots there are. A step that is sent ahead is one more (`sent_ahead`). The book of
+steps (`core.ledger.steps`), and not this module, knows when each stage got and reported a step.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ class MicrobatchSlots:
         self.num_slots = num_slots
 
     def continue_after(self, earlier: MicrobatchSlots) -> None:
-        """Take the place of earlier slots: go on with their epoch, and number steps from where they ended, because
-        a step's id is never used twice in a replica. Whether a step returned in their last epochs counts as
-        well."""
+        """Take the place of earlier slots. The epoch stays the same, and so does the answer to whether stages may
+        need a probe. Steps are numbered from where the earlier slots ended, because a step's id is never used
+        twice in a replica."""
         self.epoch = earlier.epoch
         self.is_unproven = earlier.is_unproven
         self._has_returned = earlier._has_returned
@@ -73,7 +74,7 @@ class MicrobatchSlots:
 
     @property
     def only_step(self) -> OwnedSlices:
-        """The slices of the only step in flight; empty if there is none, or another."""
+        """The slices of the step in flight; empty if no step is in flight, or several are."""
         if len(self._steps) != 1:
             return ()
         ((_, owned),) = self._steps.values()

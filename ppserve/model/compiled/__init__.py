@@ -1,4 +1,4 @@
 """What all numba kernels are made with: compiling, its cache on disk, and sixteen lanes of float32 as a value.
 
-Never a kernel. Here and in `model/cpu` a lane is an element of a SIMD register, not a slot for a microbatch.
+Never a kernel. A lane is an element of a SIMD register.
 """

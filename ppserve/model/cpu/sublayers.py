@@ -145,8 +145,8 @@ class SharedSublayers:
 
 def fuse(lines: _Lines, thread_pool: ThreadPool) -> LoneSublayers | SharedSublayers | None:
     """Return one call for several residual lines, whose norms and sums are parts of the sublayers' jobs. Return
-    None where a norm follows a sublayer, or a multiplier its result, or where a sublayer is of another kind: no
-    job computes that."""
+    None if no job computes one of the lines: it has no norm before its sublayer, a norm after it or a multiplier,
+    or its sublayer is neither an attention nor an MLP."""
     sublayers = []
     for line in lines:
         is_plain = line.pre_norm is not None and line.post_norm is None and line.multiplier == 1

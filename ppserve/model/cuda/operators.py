@@ -2,8 +2,9 @@
 
 Here they are written with torch, for any device: they are the reference for the kernels in `triton_operators`.
 
-T rows, D width, E = 3D, H heads, d head size, B blocks, p positions of a block, K inputs, N outputs, V vocabulary,
-R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice each, m rows of a tile, P positions.
+T rows, D width, E outputs of queries, keys and values, H heads, d head size, B blocks, p positions of a block,
+K inputs, N outputs, V vocabulary, R rows read out, n tiles: up to ROWS_PER_TILE consecutive rows of one slice
+each, m rows of a tile, P positions.
 """
 
 from __future__ import annotations

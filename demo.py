@@ -3,9 +3,9 @@
     python demo.py --force-cpu                              starts its own ranks, two of them
     torchrun --nproc_per_node=4 demo.py --force-cpu         the same tour over four
 
-A model cut into stages is computed as on an assembly line: every stage does its part and hands the hidden
-states on. The tour walks along that line, and every number is measured while you read. What goes on behind
-the scenes (ranks that speak in turn, a bare pipeline, a server) is in `tour/`.
+A model cut into stages is computed as on an assembly line: every stage computes its layers and sends the hidden
+states to the next one. Every figure that the tour shows is measured on this machine. What all parts share (ranks,
+a bare pipeline, a server, pictures) is in `tour/`.
 
 p stages, m microbatches, B sequences, T tokens, D width.
 """
@@ -94,7 +94,7 @@ def forward_pass(tour: Tour) -> None:
         error = (alone.hidden_TD - done.hidden_TD).abs().max().item()
         token = done.result.drawn[0].token_id or 0
     line.close()
-    token, error = tour.tell((token, error))[-1]
+    token, error = tour.exchange((token, error))[-1]
     drawn = repr(tokenizer.decode([token])) if tokenizer.vocab_size else f"token {token}"
     tour.say(f"\n  After {PROMPT!r} the last stage draws {drawn}.")
     tour.say(f"  Largest difference from the same model in one process: {error}")
@@ -107,7 +107,7 @@ def name_of(rank: int | None) -> str:
 
 
 def microbatches(tour: Tour) -> None:
-    schedules, error = practise(tour)
+    schedules, error = measure_schedules(tour)
     p, m = tour.size, 4
     tour.explain(
         f"""{NUM_PROMPTS} prompts of {PROMPT_TOKENS} tokens, in m microbatches. Stage s computes microbatch k at
@@ -129,8 +129,9 @@ def microbatches(tour: Tour) -> None:
 
 
 @cache
-def practise(tour: Tour) -> tuple[list[Schedule], float]:
-    """The median schedules for m = 1, 2, 4, 8 over an even split, and how far outputs are apart at most."""
+def measure_schedules(tour: Tour) -> tuple[list[Schedule], float]:
+    """Return the median schedule for each number of microbatches, with an even split, and the largest difference
+    between outputs. It is measured once, for parts 2 and 4."""
     line = TourStage.of(tour, RandomWeights(PRACTICE_MODEL), even_split(PRACTICE_MODEL, tour.size))
     prompts = practice_prompts(NUM_PROMPTS, PROMPT_TOKENS, PRACTICE_MODEL.vocab_size)
     runs: dict[int, list[Schedule]] = {m: [] for m in NUM_MICROBATCHES}
@@ -144,12 +145,12 @@ def practise(tour: Tour) -> tuple[list[Schedule], float]:
             outputs += [] if hidden_TD is None else [hidden_TD]
     error = max(((out_TD - outputs[0]).abs().max().item() for out_TD in outputs), default=0.0)
     line.close()
-    return [tour.median(of_m, lambda run: run.wall) for of_m in runs.values()], max(tour.tell(error))
+    return [tour.median(of_m, lambda run: run.wall) for of_m in runs.values()], max(tour.exchange(error))
 
 
 def efficiency(tour: Tour) -> None:
     arch, p = PRACTICE_MODEL, tour.size
-    schedules, _ = practise(tour)
+    schedules, _ = measure_schedules(tour)
     tour.explain("The bubble is the share of all stages' time in which they stand still. For the runs of part 2:")
     tour.say("     m   ideal (p-1)/(m+p-1)   measured       time")
     for s in schedules:
@@ -201,12 +202,12 @@ def generation(tour: Tour) -> None:
     if tour.rank == 0:
         with tempfile.TemporaryDirectory() as folder:
             show_generation(tour, PROMPT, Path(folder) / "trace.json")
-    tour.tell("the server is gone")
+    tour.exchange("the server is gone")
 
 
 def transports(tour: Tour) -> None:
     kinds = ["local", "shm", "gloo"] if sys.platform == "linux" else ["local", "gloo"]
-    if tour.transport == "nccl":
+    if tour.transport_name == "nccl":
         kinds.append("nccl")
     width, sizes = 768, (1, 32, 512)
     tour.explain(
@@ -231,13 +232,13 @@ def transports(tour: Tour) -> None:
 def three_dimensions(tour: Tour) -> None:
     if tour.rank == 0:
         show_shapes(tour, PROMPT)
-    tour.tell("all shapes were shown")
+    tour.exchange("all shapes were shown")
 
 
 def callers(tour: Tour) -> None:
     if tour.rank == 0:
         show_callers(tour)
-    tour.tell("all callers have their answers")
+    tour.exchange("all callers have their answers")
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,7 +306,7 @@ PARTS = {
 def take_the_tour(options: argparse.Namespace) -> None:
     tour = Tour(options)
     on = "GPUs" if tour.device.type == "cuda" else f"CPUs, {num_cores()} cores"
-    tour.say(f"A tour of pipeline parallelism: {tour.size} stages on {on}; between them {tour.transport}.")
+    tour.say(f"A tour of pipeline parallelism: {tour.size} stages on {on}; between them {tour.transport_name}.")
     if tour.device.type == "cpu" and num_cores() < tour.size:
         tour.explain("There are fewer cores than stages: they take turns on them, which no schedule can hide.")
     if tour.rank == 0 and (busy := busy_cores()):
@@ -327,7 +328,7 @@ def take_the_tour(options: argparse.Namespace) -> None:
 
 
 def check(options: argparse.Namespace, num_stages: int) -> None:
-    """What can be known to fail, fails before any rank has begun to work. Raises PpserveError."""
+    """Find mistakes in the options before any rank begins to work. Raises PpserveError."""
     require(num_stages >= 2, f"--stages: {num_stages} is no pipeline; it takes at least 2")
     try:
         num_layers = min(read_architecture(options.model).num_layers, PRACTICE_MODEL.num_layers)

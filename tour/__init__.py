@@ -1,1 +1,1 @@
-"""What `demo.py` needs behind the scenes: ranks that speak in turn, a bare pipeline, a server, pictures."""
+"""What the parts of `demo.py` share: ranks, a bare pipeline, a server, pictures."""

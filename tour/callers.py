@@ -1,4 +1,4 @@
-"""Part 8 of the tour: callers of a pipeline and of one stage, and when the pipeline wins."""
+"""Part 8 of the tour: many callers of a pipeline, and of one stage. It shows when the pipeline is faster."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PROMPT_TOKENS, _NEW_TOKENS = 8, 24
 
 @dataclass(frozen=True, slots=True)
 class CallersRun:
-    """Answers to all callers, and the seconds until the last of them had its own."""
+    """The answers to all callers, and the seconds until the last caller had its answer."""
 
     token_ids: tuple[tuple[int, ...], ...]
     seconds: float
@@ -38,7 +38,7 @@ class CallersRun:
 
 
 def run_callers(pipeline: Pipeline, prompts: Sequence[Sequence[int]], num_tokens: int) -> CallersRun:
-    """Each prompt is a caller's, and all ask at once."""
+    """Complete all prompts together, one for each caller, and measure how long that takes."""
     asked: Options = {"max_tokens": num_tokens, "seed": 7, "ignore_eos": True, "token_ids": True}
     began = time.monotonic()
     answers = pipeline.complete_all(prompts, **asked)
@@ -71,7 +71,8 @@ def show_callers(tour: Tour) -> None:
 
 
 def _measure(tour: Tour, folder: str, prompts: Sequence[Sequence[int]]) -> dict[tuple[int, int], list[CallersRun]]:
-    """Runs of each number of stages and callers, by turns: what disturbs a round disturbs both pipelines."""
+    """Return ROUNDS runs for each number of stages and callers. The pipelines take turns, so that other programs
+    slow down both."""
     logging.getLogger("ppserve").setLevel(logging.ERROR)  # the model has no tokenizer, and needs none
     settings: Settings = {"threads": 1, "dtype": "float32", "force_cpu": True}
     runs: dict[tuple[int, int], list[CallersRun]] = {

@@ -1,4 +1,4 @@
-"""Part 7 of the tour: the same model over four ranks in every way, and what travels between them."""
+"""Part 7 of the tour: the same model over four ranks in every shape, and what they send to each other."""
 
 from __future__ import annotations
 
@@ -18,19 +18,24 @@ _FLOAT32_BYTES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Travels:
-    """What one token being decoded sends from rank to rank, float32. gathers: times that its ranks wait for each
-    other."""
+class Traffic:
+    """What ranks send to each other, in float32, to decode one token.
+
+    gathers: how often the ranks of a stage wait for each other.
+    """
 
     messages: int
     num_bytes: int
     gathers: int
 
     @classmethod
-    def of(cls, arch: Architecture, tensor: int, stages: int) -> Travels:
-        """Every tensor rank hands the whole row to its like in the next stage. Every rank of a stage gives its
-        share of a row to all its others: at first of the embedding; in each layer of the heads, of the attention's
-        result, of the MLP's inner row and of its result; at the end of the logits."""
+    def of(cls, arch: Architecture, tensor: int, stages: int) -> Traffic:
+        """Count the traffic of a shape.
+
+        Every tensor rank sends the whole row to the rank with its number in the next stage. Within a stage, every
+        rank sends its columns to all others: first those of the embedding; in each layer those of the heads, of
+        the attention's result, of the MLP's inner row and of its result; at the end those of the logits.
+        """
         of_layers = [arch.width, arch.width, arch.inner_width, arch.width] * arch.num_layers
         rows = [arch.width, *of_layers, arch.vocab_size]
         gathers = len(rows) if tensor > 1 else 0
@@ -41,7 +46,8 @@ class Travels:
 
 @dataclass(frozen=True, slots=True)
 class ShapeRun:
-    """One shape, measured. itl_ms: between the tokens of a single caller. tokens_per_s: of several at once."""
+    """What was measured of one shape. itl_ms: the time between tokens of a single caller. tokens_per_s: the speed
+    of _CALLERS callers together."""
 
     token_ids: tuple[int, ...]
     itl_ms: float
@@ -49,7 +55,7 @@ class ShapeRun:
 
 
 def run_shape(tour: Tour, prompt: list[int], shape: tuple[int, int, int]) -> ShapeRun:
-    """Ranks are threads of this process."""
+    """Run a pipeline of this shape, whose ranks are threads of this process. Raises TourError if tokens differ."""
     tensor, stages, replicas = shape
     settings: Settings = {"tensor_parallel": tensor, "replicas": replicas, "dtype": "float32", "threads": 1}
     settings["force_cpu"] = True
@@ -74,14 +80,14 @@ def show_shapes(tour: Tour, prompt_text: str) -> None:
         way; messages and bytes are those of one token of one sequence:"""
     )
     tour.say("  tensor x stages x replicas   messages      KiB   gathers   ms per token   tokens/s of 8 callers")
-    runs, travels = {}, {}
+    runs, traffic = {}, {}
     for shape in SHAPES:
         tensor, stages, _ = shape
         name = " x ".join(map(str, shape))
         tour.progress(name)
-        travels[shape] = Travels.of(arch, tensor, stages)
+        traffic[shape] = Traffic.of(arch, tensor, stages)
         runs[shape] = run_shape(tour, prompt, shape)
-        sent, run = travels[shape], runs[shape]
+        sent, run = traffic[shape], runs[shape]
         tour.say(
             f"  {name:>26}{sent.messages:11}{sent.num_bytes / 1024:9.1f}{sent.gathers:10}"
             f"{run.itl_ms:15.2f}{run.tokens_per_s:24.0f}"
@@ -89,7 +95,7 @@ def show_shapes(tour: Tour, prompt_text: str) -> None:
     equal = len({run.token_ids for run in runs.values()}) == 1
     tour.say(f"\n  The same tokens in all shapes: {'yes' if equal else 'no'}")
     require(equal, "the tokens depend on the shape")
-    deep, wide = travels[1, 4, 1], travels[4, 1, 1]
+    deep, wide = traffic[1, 4, 1], traffic[4, 1, 1]
     tour.explain(
         f"""Seen: a token crosses between four stages in {deep.messages} messages of
         {deep.num_bytes / deep.messages / 1024:.1f} KiB, and between four tensor ranks in {wide.messages}, with

@@ -4,9 +4,10 @@ from ppserve import PpserveError
 
 
 class TourError(PpserveError):
-    """What the tour promised to show is not so, or cannot be shown here."""
+    """The tour cannot run here, or what it was to show is not true."""
 
 
 def require(holds: bool, otherwise: str) -> None:
+    """Raise TourError with the text `otherwise` unless `holds`."""
     if not holds:
         raise TourError(otherwise)

@@ -1,4 +1,4 @@
-"""What a pipeline brings to its callers beside one stage, and what that teaches."""
+"""How much faster a pipeline is than one stage, by the number of callers, and that in words."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WINS = 1.1
 
 @dataclass(frozen=True, slots=True)
 class Gain:
-    """Tokens a second of so many callers, from one stage and from all of them."""
+    """The tokens per second of this many callers together, from one stage and from all stages."""
 
     callers: int
     of_one: float
@@ -23,7 +23,7 @@ class Gain:
 
 
 def lesson(gains: Sequence[Gain], num_stages: int) -> str:
-    """What these figures say, and nothing that they do not say."""
+    """Return, in words, what the figures show. Whatever the figures are, it claims nothing else."""
     alone, best = gains[0], max(gains, key=lambda gain: gain.ratio)
     if best.ratio < _WINS:
         return (

@@ -1,4 +1,4 @@
-"""Part 5 of the tour: a server of its own streams, its stages' time is told, and a stage is killed."""
+"""Part 5 of the tour: a server streams, its ledger shows where time went, and one of its stages is killed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tour.server import read_stream, serving
 
 
 def show_generation(tour: Tour, prompt: str, trace: Path) -> None:
-    """trace: a file to write the server's trace to. Raises TourError."""
+    """Show this part. trace: the file to which the server writes its trace. Raises TourError."""
     options = tour.options
     arguments = [f"--stages={tour.size}", f"--model={options.model}", f"--port={options.port}", f"--trace={trace}"]
     arguments += ["--http-port=0", "--metrics-port=0", "--log-level=error"] + ["--force-cpu"] * options.force_cpu
@@ -84,7 +84,7 @@ def show_generation(tour: Tour, prompt: str, trace: Path) -> None:
 
 
 def show_times(tour: Tour, label: str, ledger: tuple[StageTimes, ...]) -> float:
-    """One line per stage; returns the bubbles' share of all stages' time."""
+    """Print a line per stage, and return the bubbles' share of all stages' time."""
     all_shares = [shares(times) for times in ledger]
     for stage, parts in enumerate(all_shares):
         causes = ", ".join(f"{cause} {parts[cause]:.0%}" for cause in CAUSES if parts[cause] >= 0.005)

@@ -1,4 +1,4 @@
-"""A bare pipeline: one stage of a model with its cache and its wires, and steps to send down the line.
+"""A bare pipeline without a server: stages with their caches and transports, and the steps that they compute.
 
 T tokens, D width, B sequences, m microbatches.
 """
@@ -47,7 +47,8 @@ PRACTICE_MODEL = GPT2Config(n_layer=12, n_embd=384, n_head=6, vocab_size=25128, 
 
 @dataclass(slots=True)
 class RandomWeights(Checkpoint):
-    """A `Checkpoint` of any shape that is stored nowhere: weights are drawn, by name, when asked for."""
+    """A `Checkpoint` of any architecture without a file: each weight is drawn at random, by its name, when it is
+    read."""
 
     architecture: Architecture
     path: Path = Path("random weights")
@@ -69,7 +70,7 @@ class RandomWeights(Checkpoint):
         return torch.empty(shape).uniform_(-0.06, 0.06, generator=generator)
 
     def _shape(self, part: str) -> tuple[int, int]:
-        """(out, in) of a linear weight, (rows, D) of an embedding."""
+        """Return a weight's shape: (out, in) of a linear layer, (rows, D) of an embedding."""
         arch, d, f = self.architecture, self.architecture.width, self.architecture.inner_width
         shapes = {"attn.qkv": (3 * d, d), "attn.o": (d, d), "mlp.up": (f, d), "mlp.down": (d, f)}
         rows = arch.max_positions if part == "wpe" else arch.padded_vocab_size
@@ -77,10 +78,10 @@ class RandomWeights(Checkpoint):
 
 
 class TourStage:
-    """One stage of a bare pipeline: its layers, its keys and values, and its wires to the neighbours."""
+    """One stage of a bare pipeline: its layers, its keys and values, and its transport to the neighbours."""
 
     def __init__(
-        self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, wires: Transport
+        self, checkpoint: Checkpoint, layout: StageLayout, device: torch.device, transport: Transport
     ) -> None:
         self.layout = layout
         self.device = device
@@ -88,23 +89,23 @@ class TourStage:
         backend = setup.backend()
         self.model = backend.load(checkpoint, layout)
         self.kv_bytes_per_token = backend.block_bytes(self.model.arch, layout, BLOCK_SIZE) / BLOCK_SIZE
-        self._stage = Stage(self.model.with_cache(MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE), wires)
+        self._stage = Stage(self.model.with_cache(MAX_SEQUENCES * BLOCKS_PER_SEQUENCE, BLOCK_SIZE), transport)
 
     @classmethod
     def of(cls, tour: Tour, checkpoint: Checkpoint, split: Split) -> TourStage:
-        """This rank's stage of the model, connected to its neighbours."""
-        wires = tour.wires(checkpoint.architecture.width)
-        return cls(checkpoint, stage_layouts(split)[tour.rank], tour.device, wires)
+        """Load this rank's stage of the model, and connect it to its neighbours."""
+        transport = tour.connect(checkpoint.architecture.width)
+        return cls(checkpoint, stage_layouts(split)[tour.rank], tour.device, transport)
 
     @classmethod
     def whole(cls, tour: Tour, checkpoint: Checkpoint) -> TourStage:
-        """The whole model in this process alone."""
+        """Load the whole model as one stage without neighbours."""
         arch = checkpoint.architecture
-        (wires,) = connect((Frames(arch.width, torch.float32),))
-        return cls(checkpoint, StageLayout(0, 1, 0, 2 * arch.num_layers), tour.device, wires)
+        (transport,) = connect((Frames(arch.width, torch.float32),))
+        return cls(checkpoint, StageLayout(0, 1, 0, 2 * arch.num_layers), tour.device, transport)
 
     def run(self, plans: Sequence[StepPlan]) -> list[Computed]:
-        """All steps, in order."""
+        """Compute these steps in order, and return their results."""
         for plan in plans:
             self._stage.expect(plan)
         return [self._stage.step(plan, time.monotonic_ns()) for plan in plans]
@@ -114,20 +115,21 @@ class TourStage:
 
 
 def even_split(arch: Architecture, num_stages: int) -> Split:
-    """Give every stage equally many layers, or one more."""
+    """Return the split by which every stage has the same number of layers, or one more."""
     each, more = divmod(arch.num_layers, num_stages)
     return Split(tuple(2 * (each + 1 if stage < more else each) for stage in range(num_stages)))
 
 
 def slice_of(sequence: int, start: int, token_ids: Sequence[int], draws: bool = False) -> Slice:
-    """Some consecutive tokens of a sequence. Each has a region of blocks for itself: nobody comes or goes here."""
+    """Return a slice of consecutive tokens of a sequence. Each sequence always has the same BLOCKS_PER_SEQUENCE
+    blocks, because no sequence here ever ends."""
     first = sequence * BLOCKS_PER_SEQUENCE
     table = tuple(range(first, first + BLOCKS_PER_SEQUENCE))
     return Slice(sequence, start, tuple(token_ids), table, Draw(_GREEDY) if draws else None)
 
 
 def microbatches(prompts: Sequence[Sequence[int]], m: int) -> list[StepPlan]:
-    """All prompts, dealt out evenly to m steps."""
+    """Return m steps that compute all prompts, with equally many prompts in each. m divides their number."""
     share = len(prompts) // m
     shares = [range(k * share, (k + 1) * share) for k in range(m)]
     return [StepPlan(1, k, k, tuple(slice_of(s, 0, prompts[s]) for s in own)) for k, own in enumerate(shares)]

@@ -38,13 +38,14 @@ def practice_prompts(num_sequences: int, num_tokens: int, vocab_size: int) -> li
 def run_microbatches(
     tour: Tour, line: TourStage, prompts: list[list[int]], m: int
 ) -> tuple[Schedule, torch.Tensor | None]:
-    """One run, and on the last stage the hidden states of all tokens (T, D)."""
+    """Compute prompts in m microbatches. Return the schedule and, on the last stage, the hidden states of all
+    tokens, (T, D)."""
     plans = microbatches(prompts, m)
-    tour.tell("ready")
+    tour.exchange("ready")
     passes = line.run(plans)
     hidden_TD = torch.cat([done.hidden_TD for done in passes]) if tour.is_last else None
     spans = [(at.begun, at.ended) for at in (done.result.stamps for done in passes)]
-    stages: list[list[tuple[int, int]]] = tour.tell(spans)
+    stages: list[list[tuple[int, int]]] = tour.exchange(spans)
     start = min(begun for stage in stages for begun, _ in stage)
     schedule = Schedule(m, [[(begun - start, ended - start) for begun, ended in stage] for stage in stages])
     return schedule, hidden_TD
@@ -52,30 +53,32 @@ def run_microbatches(
 
 @dataclass(frozen=True, slots=True)
 class Decoding:
-    """Decoding with so many microbatches in flight. step_ms, busy: per stage, mean and share of the time."""
+    """The speed of decoding with this number of microbatches in flight."""
 
     in_flight: int
     tokens_per_s: float
     step_ms: list[float]
+    """The mean time of a step on each stage."""
     busy: list[float]
+    """The share of the time in which each stage computed."""
 
 
 def decode_in_rounds(tour: Tour, line: TourStage, num_sequences: int, in_flight: int) -> Decoding:
-    """The median of several runs, behind a warm-up."""
+    """Measure decoding several times after a warm-up, and return the median run."""
     decode(tour, line, num_sequences, in_flight, rounds=2)
     runs = [decode(tour, line, num_sequences, in_flight, rounds=16) for _ in range(ROUNDS)]
     return tour.median(runs, lambda run: run.tokens_per_s)
 
 
 def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, rounds: int) -> Decoding:
-    """Greedy decoding of B sequences in slots: a slot's next step begins when its tokens have come back.
+    """Decode B sequences greedily, in `in_flight` slots: a slot's next step begins when its tokens have come back.
 
-    Tokens return from the last rank to the first outside the wires between stages.
+    Tokens are sent from the last rank to the first by torch.distributed, not by the stages' transport.
     """
     slots = [range(slot, num_sequences, in_flight) for slot in range(in_flight)]
     returning: deque[tuple[dist.Work | None, torch.Tensor]] = deque()
     busy_ns = 0
-    tour.tell("ready")
+    tour.exchange("ready")
     start = time.monotonic_ns()
     for k in range(rounds * in_flight):
         position, slot = divmod(k, in_flight)
@@ -91,8 +94,8 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
     for handle, _ in returning:
         assert handle is not None
         handle.wait()
-    wall_ns = max(tour.tell(time.monotonic_ns() - start))
-    busy: list[int] = tour.tell(busy_ns)
+    wall_ns = max(tour.exchange(time.monotonic_ns() - start))
+    busy: list[int] = tour.exchange(busy_ns)
     return Decoding(
         in_flight,
         num_sequences * rounds / (wall_ns / 1e9),
@@ -102,7 +105,8 @@ def decode(tour: Tour, line: TourStage, num_sequences: int, in_flight: int, roun
 
 
 def _decode_plan(step_id: int, position: int, sequences: range, tokens: list[int]) -> StepPlan:
-    """One token each. Only the first stage looks at the token ids; the others need the shape."""
+    """Return a step with one token of each sequence. Only the first stage reads the token ids; the others need the
+    shape alone."""
     slices: tuple[Slice, ...] = tuple(
         slice_of(s, position, (token,), draws=True) for s, token in zip(sequences, tokens, strict=True)
     )
@@ -111,30 +115,33 @@ def _decode_plan(step_id: int, position: int, sequences: range, tokens: list[int
 
 @dataclass(frozen=True, slots=True)
 class Hop:
-    """A frame from one stage to the next: until it is there, and how much passes when many follow."""
+    """The speed of a transport from one stage to the next, for frames of one size."""
 
     latency_us: float
+    """The median time from sending a frame until a receiver that waits for it has it."""
     bytes_per_s: float
+    """The throughput when frames follow each other without pauses."""
 
 
 def measure_hop(tour: Tour, kind: str, rows: int, width: int) -> Hop | None:
-    """The link from stage 0 to stage 1. Every rank calls; the answer is on rank 0, None elsewhere."""
+    """Measure a transport from stage 0 to stage 1. All ranks must call this; rank 0 gets the result, the others
+    None."""
     if kind == "local":
         return _hop_in_one_process(tour, rows, width) if tour.rank == 0 else None
-    wires = tour.wires(width, kind)
+    transport = tour.connect(width, kind)
     word = torch.zeros(1)
     stamps: list[int] = []
     if tour.rank == 0:
-        stamps = _send_hops(wires, _frame(tour.device, rows, width), lambda: dist.recv(word, 1))
+        stamps = _send_hops(transport, _frame(tour.device, rows, width), lambda: dist.recv(word, 1))
     elif tour.rank == 1:
-        stamps = _receive_hops(wires, rows, lambda: dist.send(word, 0))
-    told = tour.tell(stamps)
-    wires.close()
-    return _hop(told[0], told[1], rows * width * 4) if tour.rank == 0 else None
+        stamps = _receive_hops(transport, rows, lambda: dist.send(word, 0))
+    sent, received, *_ = tour.exchange(stamps)
+    transport.close()
+    return _hop(sent, received, rows * width * 4) if tour.rank == 0 else None
 
 
 def _hop_in_one_process(tour: Tour, rows: int, width: int) -> Hop:
-    """Two threads; between devices, or (on one device) a hand-over of the tensor itself."""
+    """Measure the transport `local` between two threads. With one device, they hand over the tensor itself."""
     second = torch.device("cuda", 1) if tour.device.type == "cuda" else tour.device
     sender, receiver = connect(
         tuple(Frames(width, torch.float32, 1024, 4, device) for device in (tour.device, second))
@@ -148,36 +155,38 @@ def _hop_in_one_process(tour: Tour, rows: int, width: int) -> Hop:
     return _hop(sent, received, rows * width * 4)
 
 
-def _send_hops(wires: Transport, frame_TD: torch.Tensor, wait_for_word: Callable[[], object]) -> list[int]:
-    """One frame at a time to a receiver that waits for it, then all at once: when each was sent."""
+def _send_hops(transport: Transport, frame_TD: torch.Tensor, wait_for_word: Callable[[], object]) -> list[int]:
+    """Send _HOPS frames one by one to a receiver that waits for each, then as many without pauses. Return when
+    each was sent."""
     stamps = []
     for i in range(_HOPS):
         wait_for_word()
         time.sleep(0.0005)  # the receiver goes to sleep meanwhile, as a stage would
         stamps.append(time.monotonic_ns())
-        wires.send(_hop_plan(i, len(frame_TD)), frame_TD)
+        transport.send(_hop_plan(i, len(frame_TD)), frame_TD)
     wait_for_word()
     for i in range(_HOPS, 2 * _HOPS):
         stamps.append(time.monotonic_ns())
-        wires.send(_hop_plan(i, len(frame_TD)), frame_TD)
+        transport.send(_hop_plan(i, len(frame_TD)), frame_TD)
     wait_for_word()
     return stamps
 
 
-def _receive_hops(wires: Transport, rows: int, give_word: Callable[[], object]) -> list[int]:
+def _receive_hops(transport: Transport, rows: int, give_word: Callable[[], object]) -> list[int]:
+    """Receive the frames of `_send_hops`. Return when each was there."""
     stamps = []
     for i in range(2 * _HOPS):
         plan = _hop_plan(i, rows)
-        wires.post_receive(plan)
+        transport.post_receive(plan)
         if i <= _HOPS:
             give_word()
-        _settle(wires.receive(plan))
+        _wait_for_device(transport.receive(plan))
         stamps.append(time.monotonic_ns())
     give_word()
     return stamps
 
 
-def _settle(frame_TD: torch.Tensor) -> None:
+def _wait_for_device(frame_TD: torch.Tensor) -> None:
     if frame_TD.device.type == "cuda":
         torch.cuda.synchronize(frame_TD.device)
 
@@ -197,7 +206,8 @@ def _frame(device: torch.device, rows: int, width: int) -> torch.Tensor:
 
 
 def resident_bytes() -> int:
-    """Memory of this process, once what was freed before is given back; where nobody can say, its peak."""
+    """Return the resident memory of this process, after free memory was given back to the system. Where the system
+    does not tell it, return its peak."""
     gc.collect()
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)  # glibc would keep it for the next allocation, and hide its size

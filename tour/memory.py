@@ -32,7 +32,7 @@ def memory(tour: Tour) -> None:
         f"stage {tour.rank}:  {weights}; keys and values {line.kv_bytes_per_token / 1024:4.1f} KiB per token;"
         f" resident memory grew by {grown / MIB:5.1f} MiB"
     )
-    stage_mib: list[float] = tour.tell(line.model.weight_bytes / MIB)
+    stage_mib: list[float] = tour.exchange(line.model.weight_bytes / MIB)
     line.close()
     del line
     alone_mib = 0.0
@@ -63,7 +63,8 @@ def memory(tour: Tour) -> None:
 
 
 def fullest_stage_gib(arch: Architecture, num_stages: int) -> float:
-    """Weights and caches, two bytes per number, of the stage that needs most."""
+    """Return the GiB of weights, keys and values on the stage that has most, with two bytes per number and 32
+    sequences of 1,024 tokens."""
     return (
         max(
             2 * stage_params(arch, layout) + 32 * 1024 * layout.kv_bytes_per_token(arch, 2)

@@ -25,7 +25,8 @@ def _schedule_title(schedule: Schedule, first: Schedule) -> str:
 
 
 class Pictures:
-    """Draws into one directory. Raises TourError when it cannot, before anything has been measured."""
+    """Draws pictures into one directory. Raises TourError at once if matplotlib is missing, or if the directory
+    cannot be written to."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -36,14 +37,14 @@ class Pictures:
         self._directory = directory
         try:
             directory.mkdir(parents=True, exist_ok=True)
-            probe = directory / ".writable"
-            probe.touch()
-            probe.unlink()
+            trial = directory / ".writable"
+            trial.touch()
+            trial.unlink()
         except OSError as error:
             raise TourError(f"--plot: cannot write to {directory}: {error.strerror}") from error
 
     def schedules(self, schedules: Sequence[Schedule]) -> Path:
-        """One row of boxes per stage, one panel per number of microbatches, all on the same scale."""
+        """Draw one panel per number of microbatches, with a row of boxes per stage, all on the same scale."""
         height = 1 + 0.35 * len(schedules) * (schedules[0].num_stages + 1)
         figure, panels = self._figure(len(schedules), (9.0, height))
         for panel, schedule in zip(panels, schedules, strict=True):
@@ -60,7 +61,7 @@ class Pictures:
         return self._save(figure, "schedule.png")
 
     def memory(self, models: dict[str, list[float]], stages: Sequence[int]) -> Path:
-        """GiB of the fullest stage, per model and number of stages."""
+        """Draw the GiB of the fullest stage, for each model and number of stages."""
         figure, [panel] = self._figure(1, _WIDE)
         width = 0.8 / len(stages)
         for i, p in enumerate(stages):
@@ -81,7 +82,7 @@ class Pictures:
         return self._save(figure, "memory.png")
 
     def efficiency(self, schedules: Sequence[Schedule], in_flight: dict[int, float]) -> Path:
-        """The bubble over m, ideal and measured; decoded tokens per second over microbatches in flight."""
+        """Draw the bubble by m, ideal and measured, and the tokens per second by microbatches in flight."""
         figure, [left, right] = self._figure(2, _WIDE, side_by_side=True)
         m = [schedule.m for schedule in schedules]
         left.plot(m, [100 * s.ideal_bubble for s in schedules], "o--", color=_COLOURS[7], label="(p-1)/(m+p-1)")
@@ -103,7 +104,7 @@ class Pictures:
         return self._save(figure, "efficiency.png")
 
     def timeline(self, streams: dict[str, WatchedStream], trace: Path) -> Path:
-        """Tokens as they arrived, undisturbed and with a stage killed; and the schedule around them."""
+        """Draw when tokens arrived, undisturbed and with a stage killed, and a part of the schedule."""
         figure, [top, bottom] = self._figure(2, (9.0, 6.0))
         for (label, stream), colour in zip(streams.items(), (_COLOURS[7], _COLOURS[3]), strict=True):
             top.plot(stream.arrivals, range(1, len(stream.arrivals) + 1), ".-", ms=3, color=colour, label=label)
@@ -122,7 +123,7 @@ class Pictures:
         return self._save(figure, "timeline.png")
 
     def callers(self, gains: Sequence[Gain], num_stages: int) -> Path:
-        """Tokens a second from one stage and from several, by the number of callers."""
+        """Draw the tokens per second from one stage and from several, by the number of callers."""
         figure, [panel] = self._figure(1, _WIDE)
         places = range(len(gains))
         one = panel.bar([at - 0.2 for at in places], [gain.of_one for gain in gains], 0.4, color=_COLOURS[7])
@@ -175,7 +176,7 @@ class Pictures:
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a server's `--trace` file, whose closing bracket may be missing."""
+    """Return the events of a server's `--trace` file, whose closing bracket may be missing."""
     text = path.read_text().rstrip().rstrip(",").removesuffix("]").rstrip().rstrip(",")
     events: list[dict[str, Any]] = json.loads(text + "]") if text else []
     return events

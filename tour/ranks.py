@@ -1,4 +1,4 @@
-"""The ranks of the tour: started, numbered, speaking in turn."""
+"""The ranks of the tour: how they are started, and how they exchange values and print."""
 
 from __future__ import annotations
 
@@ -37,22 +37,22 @@ R = TypeVar("R")
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def busy_cores() -> float:
-    """How many cores other programs keep busy, of the whole machine. Takes a moment, in which nobody may compute
-    here; 0 where they leave it in peace."""
+    """Return how many of the machine's cores other programs keep busy; 0 if it is less than a share of _BUSY. This
+    takes _LOOK_S seconds, during which the tour must not compute."""
     share = psutil.cpu_percent(_LOOK_S) / 100
     return share * (psutil.cpu_count() or 1) if share >= _BUSY else 0.0
 
 
 def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
-    """Runs a command once per rank on this host, as torchrun would, and returns an exit code.
+    """Run a command once per rank on this host, as torchrun would, and return an exit code.
 
-    When one rank fails the others are ended: they would wait for it. So are all at the first signal that ends this
-    process, and by the kernel when it is killed.
+    If one rank fails, the others are ended, because they would wait for it. All ranks are ended at the first
+    signal that ends this process. If this process is killed, the kernel ends them.
     """
     exit_at_signals()
     listener = socket.create_server(("127.0.0.1", 0))
@@ -87,8 +87,8 @@ def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
 
 def obey_starter() -> None:
-    """Leave it to the starter when this rank of `start_ranks` ends. In the first rank SIGTERM raises
-    KeyboardInterrupt, so that its server ends in order."""
+    """Let only `start_ranks` end this rank, which it has started: block the signals that it answers itself. In the
+    first rank SIGTERM raises KeyboardInterrupt, so that its server ends in order. Under torchrun, do nothing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_STARTER)
@@ -97,14 +97,15 @@ def obey_starter() -> None:
 
 
 class Tour:
-    """This rank's part in the tour: who it is, where it computes, and how the ranks talk."""
+    """One rank of the tour: its number, its device, its exchanges with the other ranks, and its output."""
 
     def __init__(self, options: Namespace) -> None:
         self.options = options
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         num_gpus = 0 if options.force_cpu else torch.cuda.device_count()
         self.device = torch.device("cuda", self.rank) if num_gpus >= self.size else torch.device("cpu")
-        self.transport = "nccl" if self.device.type == "cuda" else "shm" if sys.platform == "linux" else "gloo"
+        on_cpus = "shm" if sys.platform == "linux" else "gloo"
+        self.transport_name = "nccl" if self.device.type == "cuda" else on_cpus
         torch.set_num_threads(max(1, num_cores() // self.size))
         self._store = dist.TCPStore(
             os.environ["MASTER_ADDR"],
@@ -123,7 +124,7 @@ class Tour:
             timeout=_TIMEOUT,
         )
         parallel_state.initialize_model_parallel(pipeline_model_parallel_size=self.size)
-        self._num_told = 0
+        self._num_exchanges = 0
         self._spreads: list[float] = []
         self._has_progress = False
         self.pictures = Pictures(options.plot) if options.plot is not None and self.rank == 0 else None
@@ -133,17 +134,17 @@ class Tour:
         return self.rank == self.size - 1
 
     def say(self, text: str = "") -> None:
-        """Rank 0 speaks for all."""
+        """Print a line. Only rank 0 prints; other ranks do nothing."""
         self.write(f"{text}\n")
 
     def write(self, text: str) -> None:
-        """Rank 0 writes this, and ends no line."""
+        """Print a text without a line's end. Only rank 0 prints."""
         if self.rank == 0:
             self._erase_progress()
             print(text, end="", flush=True)
 
     def progress(self, text: str) -> None:
-        """What is measured at the moment, on a line that the next text replaces; a terminal alone shows it."""
+        """Show what is measured now, on a line that the next text replaces. It is shown only on a terminal."""
         if self.rank == 0 and sys.stderr.isatty():
             self._erase_progress()
             self._has_progress = True
@@ -155,54 +156,56 @@ class Tour:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
     def median(self, runs: Sequence[R], figure_of: Callable[[R], float]) -> R:
-        """The median run of several rounds. How far the rounds are apart is remembered until `warn_if_rough`."""
+        """Return the median run of several rounds, and remember the rounds' spread until `warn_if_rough`."""
         self._spreads.append(spread([figure_of(run) for run in runs]))
         return median(runs, figure_of)
 
     def warn_if_rough(self) -> None:
-        """Say so where the rounds of a part differ much."""
+        """Print a warning if the rounds of this part of the tour differ by more than ROUGH."""
         worst, self._spreads = max(self._spreads, default=0.0), []
         if worst > ROUGH:
             self.say(f"  Take these figures as rough: rounds of the same differ by up to {worst:.0%}, as they do")
             self.say("  where other programs run on this machine.\n")
 
     def pause(self) -> None:
-        """Wait for Enter. Where nobody can press it, go on."""
+        """Wait for Enter. If standard input has ended, go on at once."""
         if self.rank == 0:
             self.write("\n[Enter goes on]")
             with contextlib.suppress(EOFError):
                 input()
-        self.tell("on")
+        self.exchange("on")
 
     def explain(self, text: str) -> None:
-        """A paragraph, wrapped."""
+        """Print a paragraph, wrapped at 100 columns."""
         self.say("\n" + textwrap.fill(" ".join(text.split()), 100) + "\n")
 
     def title(self, number: int, text: str) -> None:
         self.say(f"\n{number}. {text}\n{'-' * (len(text) + 3)}")
 
-    def tell(self, value: Any) -> list[Any]:
-        """Every rank says something; all hear everybody, in the order of ranks. It is a barrier too."""
-        self._num_told += 1
-        here = f"tour/told/{self._num_told}/"
+    def exchange(self, value: Any) -> list[Any]:
+        """Return the values of all ranks, in their order (an all-gather of JSON). All ranks must call this. It is
+        a barrier too."""
+        self._num_exchanges += 1
+        here = f"tour/exchange/{self._num_exchanges}/"
         self._store.set(here + str(self.rank), json.dumps(value))
         return [json.loads(self._store.get(here + str(rank))) for rank in range(self.size)]
 
     def say_each(self, text: str) -> None:
-        """One line from every rank, in order."""
-        for line in self.tell(text):
+        """Print one line for every rank, in their order. All ranks must call this."""
+        for line in self.exchange(text):
             self.say(f"  {line}")
 
-    def wires(self, width: int, kind: str | None = None) -> Transport:
-        """This rank's wires to its neighbours. kind None: the best there is here."""
+    def connect(self, width: int, kind: str | None = None) -> Transport:
+        """Connect this rank to its neighbours, for hidden states of this width. kind: a transport's name; None:
+        the fastest one that works here. All ranks must call this."""
         frames = Frames(width, torch.float32, max_rows=1024, depth=2 * self.size, device=self.device)
-        name = kind or self.transport
+        name = kind or self.transport_name
         transport = create_transport(name, frames, parallel_state.get_pp_group())
         transport.warm_up()
         return transport
 
     def close(self) -> None:
-        """Nobody leaves before all are done."""
-        self.tell("done")
+        """Wait until all ranks are done, then leave their groups."""
+        self.exchange("done")
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Everything is measured in three rounds, of which the median is told: one disturbance changes nothing."""
+"""Everything is measured in three rounds, and the median is shown, so one disturbance changes nothing."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ R = TypeVar("R")
 
 
 def median(runs: Sequence[R], figure_of: Callable[[R], float]) -> R:
-    """The run whose figure lies in the middle."""
+    """Return the run with the median of the figures that `figure_of` gives."""
     return sorted(runs, key=figure_of)[len(runs) // 2]
 
 
 def spread(figures: Sequence[float]) -> float:
-    """How far figures are apart, as a share of the one in the middle."""
+    """Return the largest figure minus the smallest, divided by the median; 0 if the median is 0."""
     middle = median(figures, float)
     return (max(figures) - min(figures)) / middle if middle else 0.0

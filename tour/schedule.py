@@ -1,4 +1,4 @@
-"""Microbatches on stages as they were computed: the picture that a pipeline is known by."""
+"""The schedule of microbatches on stages, as it was measured."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _SLOWER = 1.05
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """m microbatches on p stages as they were computed. spans[stage][microbatch]: (begun, ended), from 0 on."""
+    """The times at which p stages computed m microbatches, in nanoseconds from 0 on.
+
+    spans[stage][microbatch]: (begun, ended).
+    """
 
     m: int
     spans: list[list[tuple[int, int]]]
@@ -26,21 +29,23 @@ class Schedule:
 
     @property
     def bubble(self) -> float:
-        """The share of all stages' time in which they stood still."""
+        """The share of all stages' time in which they did not compute."""
         return 1 - self.busy / (self.num_stages * self.wall)
 
     @property
     def busy(self) -> int:
-        """The time that all stages computed."""
+        """The time that all stages together computed, in nanoseconds."""
         return sum(ended - begun for stage in self.spans for begun, ended in stage)
 
     @property
     def ideal_bubble(self) -> float:
-        """If all parts took the same time and hops took none: every stage waits p - 1 clocks of m + p - 1."""
+        """The bubble if all microbatches took the same time and transfers took none: each stage then waits p - 1
+        of m + p - 1 clocks."""
         return (self.num_stages - 1) / (self.m + self.num_stages - 1)
 
     def rows(self, columns: int) -> list[str]:
-        """Drawn to scale: one row of characters per stage, the number of the microbatch that it computed then."""
+        """Return a row of characters for each stage, to scale: the number of the microbatch that it computed, or a
+        dot where it waited."""
         rows = []
         for spans in self.spans:
             row = ["."] * columns
@@ -52,7 +57,8 @@ class Schedule:
 
 
 def lesson(schedules: Sequence[Schedule]) -> str:
-    """What schedules of the same work say, and nothing that they do not say. The first has one microbatch."""
+    """Return, in words, what schedules of the same work show. Whatever they are, it claims nothing else. The first
+    schedule has one microbatch."""
     one, best, last = schedules[0], min(schedules, key=lambda schedule: schedule.wall), schedules[-1]
     if best is one:
         return (

@@ -1,4 +1,4 @@
-"""A real server for the tour: started as anyone would start it, watched, hurt, and ended."""
+"""A server for the tour, which starts it by its command line, reads its streams, and kills one of its stages."""
 
 from __future__ import annotations
 
@@ -31,13 +31,14 @@ _LAUNCHER_VARIABLES = ("RANK", "LOCAL_", "WORLD_SIZE", "GROUP_", "ROLE_", "MASTE
 
 @dataclass(frozen=True, slots=True)
 class ServerProcess:
-    """A running server. target: where it answers."""
+    """A running server. target: its gRPC address."""
 
     process: subprocess.Popen[str]
     target: str
 
     def kill_stage(self, stage: int) -> None:
-        """SIGKILL to the process that holds a stage's weights; its keeper and the head live on."""
+        """Kill (SIGKILL) the process that holds a stage's weights. Its keeper and the head live on. Raises
+        TourError if there is none."""
         for pid in sorted(_descendants(self.process.pid)):
             # A stage's command line is that of the fork server that it comes from; its name is its own.
             if _proc(pid, "comm") == b"ppserve.stage\n" and f"RANK={stage}".encode() in _environment(pid):
@@ -48,8 +49,10 @@ class ServerProcess:
 
 @contextmanager
 def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator[ServerProcess]:
-    """`python -m ppserve serve ...` on this host, ready; told to end afterwards. tell: called with what the start
-    does at the moment. Raises TourError."""
+    """Run `python -m ppserve serve ...` on this host during the block, which begins when the server is ready.
+
+    tell: called with the lines in which the server says how its start goes on. Raises TourError.
+    """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
     with tempfile.NamedTemporaryFile("w+", errors="replace") as complaints:
@@ -82,7 +85,7 @@ def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator
 def _watch_start(
     process: subprocess.Popen[str], log: Path, is_ready: threading.Event, tell: Callable[[str], object]
 ) -> None:
-    """Tell how the start goes on, and kill a server whose start says nothing new for too long."""
+    """Pass on the server's lines about its start. Kill a server whose start says nothing new for _SILENT_S."""
     said, since_s = "", time.monotonic()
     while not is_ready.wait(_LOOK_EVERY_S):
         text = log.read_text(errors="replace")
@@ -106,14 +109,14 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _complaint(text: str) -> str:
-    """What the server said about its end, without the remarks of its launcher."""
+    """Return the line in which the server says why it ended, without its launcher's lines."""
     said = [line for line in text.strip().splitlines() if not line.startswith(_PROGRESS)]
     own = [line.removeprefix("ppserve: ") for line in said if line.startswith("ppserve: ")]
     return (own[:1] or said[-1:] or ["it said nothing"])[0]
 
 
 def _proc(pid: int, name: str) -> bytes:
-    """A file of /proc; empty when the process is gone."""
+    """Return the content of a process's file in /proc; empty if the process has ended."""
     try:
         return Path(f"/proc/{pid}/{name}").read_bytes()
     except OSError:
@@ -125,7 +128,7 @@ def _environment(pid: int) -> list[bytes]:
 
 
 def _descendants(pid: int) -> list[int]:
-    """All processes below one."""
+    """Return the ids of all descendants of a process."""
     children = [int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in _words(task)]
     return children + [below for child in children for below in _descendants(child)]
 
@@ -139,7 +142,7 @@ def _words(path: Path) -> list[str]:
 
 @dataclass(slots=True)
 class WatchedStream:
-    """One stream as its reader saw it. arrivals: seconds from the request to each token."""
+    """A stream as its reader saw it. arrivals: seconds from the request to each token."""
 
     text: str
     arrivals: list[float]
@@ -150,14 +153,14 @@ class WatchedStream:
 
     @property
     def tokens_per_s(self) -> float:
-        """The speed after the first token."""
+        """The tokens per second after the first token."""
         return (len(self.arrivals) - 1) / max(self.arrivals[-1] - self.arrivals[0], 1e-9)
 
 
 def read_stream(
     client: Client, prompt: str, seen: Callable[[str, int], object] | None = None, **options: Unpack[Options]
 ) -> WatchedStream:
-    """Reads a stream to its end; `seen` gets every piece of text with the number of tokens so far."""
+    """Read a stream to its end. seen: called with each chunk's text and the number of tokens so far."""
     started = time.monotonic()
     stream = WatchedStream("", [])
     for chunk in client.stream(prompt, **options):

@@ -35,7 +35,7 @@ from tests.model.checkpoint.writers import architecture as small
 from tests.model.pipelines import CPU, Pipeline, prompt
 from tests.model.random_checkpoint import RandomCheckpoint, architecture, llama
 from tests.stage.test_gather import cut_of
-from tour.dimensions import Travels
+from tour.dimensions import Traffic
 
 MakeBackend = Callable[[], Backend]
 BACKENDS: dict[str, MakeBackend] = {
@@ -163,7 +163,7 @@ def test_the_tour_says_what_travels(count: int, split: str) -> None:
     ]
     pipeline.step([pipeline.slice(0, (5,), 0, Draw(SamplingParams(temperature=1.0)))])
     pipeline.close()
-    said, hops = Travels.of(arch, count, num_stages), (num_stages - 1) * count
+    said, hops = Traffic.of(arch, count, num_stages), (num_stages - 1) * count
     assert said.gathers == sum(ranks[0].num_calls for ranks in gathers)
     assert said.messages == hops + said.gathers * count * (count - 1)
     assert said.num_bytes == 4 * arch.width * hops + sum(each.num_bytes for ranks in gathers for each in ranks)

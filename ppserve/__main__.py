@@ -10,6 +10,9 @@ from ppserve.supported import end_unless_supported
 def main() -> None:
     """Run a command where ppserve can run, else say why it cannot."""
     end_unless_supported()
+    from ppserve.process.lifetime import die_with_launcher
+
+    die_with_launcher()
     from ppserve.cli.main import main as run
 
     try:

@@ -24,7 +24,12 @@ MAY_IMPORT: dict[str, set[str]] = {
         *("ppserve.answers", "ppserve.client", "ppserve.errors", "ppserve.library"),
         "ppserve.grammar.structured_output",
     },
-    "ppserve.__main__": {"ppserve.cli", "ppserve.process.interrupts", "ppserve.supported"},
+    "ppserve.__main__": {
+        "ppserve.cli",
+        "ppserve.process.interrupts",
+        "ppserve.process.lifetime",
+        "ppserve.supported",
+    },
     "ppserve.supported": set(),
     "ppserve.errors": set(),
     "ppserve.answers": {"ppserve.errors", "ppserve.grammar.structured_output", "msgspec"},

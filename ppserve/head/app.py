@@ -43,7 +43,7 @@ from ppserve.head.starting import WaitLimit, describe_start, find_missing
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.head_endpoint import find_head_endpoint, open_head_socket
 from ppserve.process.keeper import Keeper
-from ppserve.process.lifetime import EXIT_USAGE, die_with_launcher
+from ppserve.process.lifetime import EXIT_USAGE
 from ppserve.process.log import flush_streams, on_dropped, set_up_logging
 from ppserve.process.progress import ProgressLine
 from ppserve.process.stage_process import ForkServer
@@ -58,7 +58,6 @@ _STAGES_END_WITHIN_S = 5.0
 
 def run_head(config: ServeConfig, environment: RankEnvironment, fork_server: ForkServer) -> NoReturn:
     """Run rank 0, and end the process at once: gRPC's threads could hold up `sys.exit`."""
-    die_with_launcher()
     set_up_logging(config.server)
     # With Python's own interval of 5 ms the engine's thread waits long while streams are written.
     sys.setswitchinterval(0.0005)

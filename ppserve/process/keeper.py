@@ -19,7 +19,7 @@ from ppserve.errors import UsageError
 from ppserve.process.environment import RankEnvironment
 from ppserve.process.handshake import connect_to_head
 from ppserve.process.head_endpoint import find_head_endpoint
-from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE, die_with_launcher
+from ppserve.process.lifetime import EXIT_FAILED, EXIT_HEAD_GONE, EXIT_USAGE
 from ppserve.process.stage_process import ForkServer, StageLine, StageProcess
 
 # A stage gives a sign of life every half second. Without one for so long, it is killed.
@@ -42,7 +42,6 @@ _CHECK_EVERY_S = 0.5
 
 def run_rank(config: ServeConfig, environment: RankEnvironment) -> int:
     """Keep the stage of a rank other than 0 alive. Return the rank's exit code. Raises UsageError."""
-    die_with_launcher()
     keeper = Keeper(config, environment.rank, environment.world_size, find_head_endpoint(config, environment))
     grace_s = config.server.shutdown_timeout_s + 2.0
     for signum in (signal.SIGTERM, signal.SIGINT):

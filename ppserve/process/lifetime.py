@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import re
+import secrets
 import signal
 import sys
 from collections.abc import Iterator, Sequence
@@ -39,10 +41,17 @@ def ending_with_us(command: Sequence[str], by: signal.Signals = signal.SIGKILL) 
     return [sys.executable, "-IS", __file__, str(os.getpid()), str(int(by)), *command]
 
 
+def name_run() -> str:
+    """Return the name of a run of torchrun's agent in this process."""
+    return f"ppserve.{os.getpid()}.{secrets.token_hex(8)}"
+
+
 def die_with_launcher() -> None:
-    """Let the kernel end this rank when torchrun dies, even by SIGKILL."""
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        die_with_parent()
+    """Let the kernel end this rank when torchrun dies, even by SIGKILL. Do so before imports that take time: only
+    where `name_run` has named the run is a launcher noticed that has died before."""
+    if (run := os.environ.get("TORCHELASTIC_RUN_ID")) is not None:
+        named = re.match(r"ppserve\.(\d+)\.", run)
+        die_with_parent(int(named[1]) if named else None)
 
 
 @contextlib.contextmanager

@@ -14,14 +14,13 @@ import math
 import os
 import signal
 import threading
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
 import psutil
 
 from ppserve.process.environment import LAUNCHER_GRACE, number_of
-from ppserve.process.lifetime import HEAD_SIGNALS
+from ppserve.process.lifetime import HEAD_SIGNALS, name_run
 
 # It is longer than keepers wait before they kill a stage that does not end.
 _ENDING_S = 15
@@ -82,7 +81,7 @@ def run_ranks(num_ranks: int, arguments: Sequence[str], shutdown_timeout_s: floa
 
 def _command(num_ranks: int, arguments: Sequence[str]) -> list[str]:
     return [
-        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={uuid.uuid4()}"),
+        *("--nnodes=1", f"--nproc-per-node={num_ranks}", "--rdzv-backend=ppserve", f"--rdzv-id={name_run()}"),
         # Without a place for logs, torchrun makes a directory for temporary files, and leaves it behind.
         *("--rdzv-endpoint=127.0.0.1:0", "--local-addr=127.0.0.1", f"--log-dir={os.devnull}", "-m", "ppserve"),
         *(arguments if arguments[:1] == ["serve"] else ["serve", *arguments]),

@@ -132,6 +132,7 @@ def test_a_hub_id_without_a_network_is_refused_before_processes_start(tmp_path: 
     )
     assert "someone/model: no such file or directory, not in the local hub cache" in done.stderr.splitlines()[-1]
 
+
 FREE_PORTS = ("--port", "0", "--http-port", "0", "--metrics-port", "0")
 NAMES = {"--served-model-name", "--trace"}
 """Flags that take any text: a name that a person chooses."""

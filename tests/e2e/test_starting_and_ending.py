@@ -51,6 +51,28 @@ def test_from_a_plain_shell_only_this_host_can_reach_any_process_and_none_outliv
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+def test_no_rank_outlives_a_launcher_that_is_killed_while_ranks_import() -> None:
+    command = [sys.executable, "-m", "ppserve", "serve", "--model", "tiny", "--stages", "2"]
+    command += ["--port", "0", "--http-port", "0", "--metrics-port", "0"]
+    launcher = psutil.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    started: set[psutil.Process] = set()
+
+    def num_ranks() -> int:
+        started.update(launcher.children(recursive=True))
+        return sum(one.environ().get("RANK") is not None for one in started if one.is_running())
+
+    try:
+        wait_until(lambda: num_ranks() == 2)
+    finally:
+        launcher.kill()
+        launcher.wait()
+        _, left = psutil.wait_procs(started, timeout=60)
+        for one in left:
+            one.kill()
+    assert not left
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 def test_the_server_of_make_chat_ends_with_it_also_when_it_is_killed() -> None:
     chat = subprocess.Popen([sys.executable, "tools/chat.py", "--model", "tiny"], cwd=ROOT)
     started: set[psutil.Process] = set()

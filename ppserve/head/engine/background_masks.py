@@ -3,7 +3,9 @@
 Most masks take 5 to 50 us, which is less than it takes to hand one over to a thread. But some take long: a
 grammar's took 78 ms. So threads make a request's first masks. Once NUM_PROVING of them in a row were quick, the
 engine makes the next ones when it asks for them. If one of these is slow after all, it has held up the engine
-once, and threads make many more before the engine makes another one of this request.
+once, and threads make many more before the engine makes another one of this request. They also make those of all
+other requests until slow masks have taken no more than MOST_LOST of the engine's time: else it would be held up
+again and again by callers whose every request has one.
 
 One thread at a time asks a request's filter, so a slow filter delays its own request. If as many slow ones run as
 the pool has threads, they delay other requests with filters too, and nobody else. The engine waits a moment for
@@ -40,6 +42,8 @@ NUM_PROVING = 16
 so many times more."""
 TURN_S = 0.002
 """The engine makes no further mask in a turn in which its masks have taken so long. Threads make the others."""
+MOST_LOST = 0.05
+"""The share of the engine's computing time that slow masks may take."""
 MAX_KEPT = 4
 """So many of a request's last masks are kept: its other sequences may have the same tokens."""
 
@@ -106,9 +110,10 @@ class MaskThreads:
         self.on_mask = on_mask
         self.clock = clock
         self._pool = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="mask")
-        # Only the engine's thread uses the two: what was asked for since it waited last, and what it made itself.
+        # Only the engine's thread uses these: what was asked for since it waited last, how long the masks of this
+        # turn took that it made itself, and until when it makes none because one was slow.
         self._batch: _Batch | None = None
-        self._engine_s = 0.0
+        self._engine_s = self._rests_until_s = 0.0
 
     def source(self, token_filter: TokenFilter) -> BackgroundMasks:
         """Return the masks of one request."""
@@ -117,11 +122,12 @@ class MaskThreads:
     def wait(self, within_s: float) -> bool:
         """Wait until the masks that were asked for since the last call are there, but no longer than this.
 
-        The engine is woken for each that comes later. Returns whether threads were asked for any.
+        The engine is woken for each that comes later. Returns whether threads were asked for any. If not, the turn
+        ends.
         """
-        self._engine_s = 0.0
         batch, self._batch = self._batch, None
         if batch is None:
+            self._engine_s = 0.0
             return False
         self._start(batch, NUM_AT_ONCE)
         batch.wait(max(0.0, within_s))
@@ -141,11 +147,14 @@ class MaskThreads:
     @property
     def engine_has_time(self) -> bool:
         """Whether the engine may make a further mask itself in this turn."""
-        return self._engine_s < TURN_S
+        is_resting = self._rests_until_s > 0 and self.clock() < self._rests_until_s
+        return self._engine_s < TURN_S and not is_resting
 
     def note_engine_made(self, took_s: float) -> None:
         """Note that the engine has made a mask."""
         self._engine_s += took_s
+        if took_s > SLOW_S:
+            self._rests_until_s = self.clock() + took_s / MOST_LOST
 
     def _start(self, batch: _Batch, most: int) -> None:
         for _ in range(min(most, len(batch.requests))):
@@ -173,7 +182,8 @@ class BackgroundMasks:
 
     def ask(self, output_ids: tuple[int, ...]) -> AskedMask:
         """See `MaskSource`."""
-        if self._num_quick >= self._num_proving and not self._is_at_work and self._threads.engine_has_time:
+        # A thread sets _num_quick before it ends, so whether one is at work is looked up first.
+        if not self._is_at_work and self._num_quick >= self._num_proving and self._threads.engine_has_time:
             asked = AskedMask(output_ids)
             took_s = self._make(asked)
             self._threads.note_engine_made(took_s)

@@ -283,7 +283,7 @@ BUDGET = {
     "ppserve/client/*.py": 725,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,
     "ppserve/cli/*.py": 2_900,  # flags are named for fields, and what cannot be is refused
-    "tests/**/*.py": 42_960,  # what doors must agree in took 300; signals at every moment and absurd flags 500
+    "tests/**/*.py": 43_000,  # what doors must agree in took 300; signals at every moment and absurd flags 500
     "benchmarks/**/*.py": 4_400,
     "README.md": 200,
 }

@@ -202,15 +202,15 @@ class AnswerParser:
                 return
             if isinstance(part, Reasoning):
                 self.thoughts.append((self._source.place - len(part.text), self._source.place))
-            if isinstance(part, CallBegin | CallEnd):
-                self._is_calling = isinstance(part, CallBegin)
             index = getattr(part, "index", None)
             if index is None or self._max_calls is None or index < self._max_calls:
+                if isinstance(part, CallBegin | CallEnd):
+                    self._is_calling = isinstance(part, CallBegin)
                 yield part
 
     @property
     def has_called(self) -> bool:
-        """Whether a call of a tool has begun, and the caller's own stop has not ended it in its middle."""
+        """Whether a call of a tool has begun, and the caller's own stop has not cut the last one that is told."""
         return self._calls.count > 0 and not self._stopped_call
 
     def _read(self, read: Reader) -> Parsing[None]:

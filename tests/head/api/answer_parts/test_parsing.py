@@ -120,6 +120,15 @@ def test_an_answer_that_is_stopped_within_a_call_ends_with_none(name: str, finis
     assert may_call
 
 
+@pytest.mark.parametrize("finish", STOPS)
+def test_a_stop_within_a_call_that_is_left_out_does_not_concern_those_before_it(finish: FinishReason) -> None:
+    parser = plan_of("hermes", tooling=Tooling(TOOLING.tools, parallel=False)).parser(REQUEST, 0)
+    whole = '<tool_call>\n{"name": "g", "arguments": {}}\n</tool_call>'
+    parts = parser.parts(whole + "\n" + whole[:-16], None) + parser.parts("", finish)
+    assert [type(part) for part in parts if isinstance(part, CallBegin | CallEnd)] == [CallBegin, CallEnd]
+    assert parser.has_called
+
+
 FRAGMENTS = st.sampled_from(
     [
         *("<function=f>", "<parameter=t>", "<parameter=l>", "</parameter>", "</function>"),

@@ -48,10 +48,10 @@ class ServerProcess:
 
 
 @contextmanager
-def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator[ServerProcess]:
+def serving(arguments: Sequence[str], report: Callable[[str], object]) -> Iterator[ServerProcess]:
     """Run `python -m ppserve serve ...` on this host during the block, which begins when the server is ready.
 
-    tell: called with the lines in which the server says how its start goes on. Raises TourError.
+    report: called with the lines in which the server says how its start goes on. Raises TourError.
     """
     environment = {k: v for k, v in os.environ.items() if not k.startswith(_LAUNCHER_VARIABLES)}
     command = [sys.executable, "-m", "ppserve", "serve", *arguments]
@@ -66,7 +66,7 @@ def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator
             text=True,
         )
         is_ready = threading.Event()
-        watching = threading.Thread(target=_watch_start, args=(process, Path(complaints.name), is_ready, tell))
+        watching = threading.Thread(target=_watch_start, args=(process, Path(complaints.name), is_ready, report))
         watching.start()
         try:
             assert process.stdout is not None
@@ -83,7 +83,7 @@ def serving(arguments: Sequence[str], tell: Callable[[str], object]) -> Iterator
 
 
 def _watch_start(
-    process: subprocess.Popen[str], log: Path, is_ready: threading.Event, tell: Callable[[str], object]
+    process: subprocess.Popen[str], log: Path, is_ready: threading.Event, report: Callable[[str], object]
 ) -> None:
     """Pass on the server's lines about its start. Kill a server whose start says nothing new for _SILENT_S."""
     said, since_s = "", time.monotonic()
@@ -92,7 +92,7 @@ def _watch_start(
         if text != said:
             said, since_s = text, time.monotonic()
             if told := [line for line in text.splitlines() if line.startswith(_PROGRESS)]:
-                tell(told[-1])
+                report(told[-1])
         elif time.monotonic() - since_s > _SILENT_S:
             process.kill()
             return

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ppserve.config import NetworkSettings, ServeConfig, ServerSettings
 from ppserve.core.architecture import Architecture, Split, stage_layouts
-from ppserve.core.figures import size
+from ppserve.core.figures import size_text
 from ppserve.core.grid import RankGrid
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import check_split, check_tensor_ranks, split_by_weight
@@ -94,7 +94,7 @@ def _check_host_memory(config: ServeConfig, num_here: int) -> None:
     if asked is None or not available or may_have_gpu(config) or asked * num_here <= available:
         return
     each = "" if num_here == 1 else f" for each of {num_here} stages"
-    problem = f"{size(asked)}{each} is more than this host has free: {size(available)}"
+    problem = f"{size_text(asked)}{each} is more than this host has free: {size_text(available)}"
     raise ConfigError("--kv-cache-memory", problem)
 
 
@@ -113,8 +113,8 @@ def _check_kv_memory(config: ServeConfig, arch: Architecture, grid: RankGrid) ->
     context = arch.context(config.model.max_model_len)
     needed = sequence_blocks(context, block_size) * block_size * token_bytes
     if asked < needed:
-        needs = f"one sequence of {context} tokens takes at least {size(needed)} on a stage"
-        problem = f"{size(asked)} is too little: {needs}; give it more, or lower --max-model-len"
+        needs = f"one sequence of {context} tokens takes at least {size_text(needed)} on a stage"
+        problem = f"{size_text(asked)} is too little: {needs}; give it more, or lower --max-model-len"
         raise ConfigError("--kv-cache-memory", problem)
 
 

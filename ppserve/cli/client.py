@@ -284,7 +284,7 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
     async def run() -> None:
         # No retries: where no server answers, nothing can be restarted.
         async with AsyncClient(**connection(flags), retry=RetryPolicy(max_attempts=1)) as client:
-            await restart_and_tell(client, replica, pause, lambda text: line.show(text, time.monotonic()))
+            await restart_and_report(client, replica, pause, lambda text: line.show(text, time.monotonic()))
 
     try:
         with naming_flags({"replica": "--replica", "pauses": "--pause is needed"}):
@@ -294,8 +294,10 @@ def restart(replica: int, pause: bool, **flags: Any) -> None:
     say(f"replica {replica} serves again")
 
 
-async def restart_and_tell(client: AsyncClient, replica: int, pause: bool, tell: Callable[[str], object]) -> None:
-    """Restart a replica. tell: called with how many of its stages are how far, until it serves again. Raises
+async def restart_and_report(
+    client: AsyncClient, replica: int, pause: bool, report: Callable[[str], object]
+) -> None:
+    """Restart a replica. report: called with how many of its stages are how far, until it serves again. Raises
     CallFailed."""
     restarting = asyncio.create_task(client.restart(replica, pause))
     try:
@@ -304,7 +306,7 @@ async def restart_and_tell(client: AsyncClient, replica: int, pause: bool, tell:
                 states = [each.state for each in (await client.topology()).stages if each.replica == replica]
                 counts = Counter(states).items()
                 total = counted(len(states), "stage")
-                tell(", ".join(f"{count} of {total} {state}" for state, count in counts))
+                report(", ".join(f"{count} of {total} {state}" for state, count in counts))
         await restarting
     finally:
         restarting.cancel()

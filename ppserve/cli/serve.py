@@ -18,7 +18,7 @@ from ppserve.cli.flags import FLAGS, ServeCommand, removed
 from ppserve.cli.machine import check_machine
 from ppserve.config import ServeConfig
 from ppserve.errors import ConfigError, likely_name
-from ppserve.model.cache import compiled_ahead
+from ppserve.model.cache import precompiled_mark
 from ppserve.process.environment import LAUNCHER_GRACE, RankEnvironment
 from ppserve.process.keeper import run_rank
 from ppserve.process.lifetime import HEAD_SIGNALS, ignore_signals, signals_blocked
@@ -84,7 +84,7 @@ def _launch(config: ServeConfig, sizes: dict[str, int]) -> NoReturn:
     from ppserve.process.torchrun import run_ranks
 
     check(config, asked)
-    compile_ahead(config)
+    start_precompiling(config)
     if config.server.log_format == "text":
         # Imports take seconds. The head goes on with this line.
         ProgressLine(sys.stderr, "starting", 0.0).show("importing", 0.0)
@@ -97,7 +97,7 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
     open_many_files()
     never_wait_for_readers()
     if environment.local_rank == 0 and LAUNCHER_GRACE not in os.environ:  # else the launcher has begun it
-        compile_ahead(config)
+        start_precompiling(config)
     if environment.rank > 0:
         sys.exit(run_rank(config, environment))
     check_machine(environment.local_world_size, starts_them=False)
@@ -112,22 +112,22 @@ def _run(config: ServeConfig, environment: RankEnvironment) -> NoReturn:
     run_head(config, environment, fork_server)
 
 
-def compile_ahead(config: ServeConfig) -> None:
+def start_precompiling(config: ServeConfig) -> None:
     """Begin to compile what a first start needs on CPUs, while this process and its children import."""
     from ppserve.cli.check import may_have_gpu
 
-    if may_have_gpu(config) or compiled_ahead(os.environ).exists():
+    if may_have_gpu(config) or precompiled_mark(os.environ).exists():
         return
 
     def run() -> None:
         # Without this process the stages compile all.
         with contextlib.suppress(OSError), signals_blocked():
-            command = [sys.executable, "-m", "ppserve.stage.ahead", str(os.getpid())]
+            command = [sys.executable, "-m", "ppserve.stage.precompile", str(os.getpid())]
             environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
             subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True, check=False)
 
     # It waits for the process, which the kernel ends with this thread.
-    threading.Thread(target=run, name="ahead", daemon=True).start()
+    threading.Thread(target=run, name="precompile", daemon=True).start()
 
 
 def build_config(flags: dict[str, Any]) -> ServeConfig:

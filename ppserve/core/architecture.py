@@ -58,7 +58,7 @@ class Architecture:
 
     @property
     def num_heads(self) -> int:
-        """The number of heads of queries. It is the same in every layer (`checkpoint.settings.settled`)."""
+        """The number of heads of queries. It is the same in every layer (`checked_architecture`)."""
         return self.layers[0].attention.num_heads
 
     @property

@@ -23,7 +23,7 @@ def quantile(bounds_s: Sequence[float], counts: Sequence[int], q: float) -> floa
     return low_bound if counts[-1] > low_count else None
 
 
-def size(num_bytes: float) -> str:
+def size_text(num_bytes: float) -> str:
     """Return a number of bytes with its unit: `1.5 KiB` for 1536."""
     unit = min(int(max(1.0, num_bytes)).bit_length() - 1, 40) // 10
     return f"{num_bytes / 1024**unit:.4g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[unit]}"
@@ -34,7 +34,7 @@ def counted(number: int, what: str, plural: str = "s") -> str:
     return f"{number} {what if number == 1 else what + plural}"
 
 
-def numbers(dtype: str, quantization: str, kv_dtype: str) -> str:
+def precisions_in_words(dtype: str, quantization: str, kv_dtype: str) -> str:
     """Return a model's precisions in words: `float32, int8 weights`."""
     words = [dtype]
     if quantization != "none":

@@ -12,7 +12,7 @@ from pathlib import Path
 from ppserve import __version__
 from ppserve.config import ServeConfig
 from ppserve.core.architecture import Architecture
-from ppserve.core.figures import numbers
+from ppserve.core.figures import precisions_in_words
 from ppserve.core.ledger.advice import advise
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
@@ -58,7 +58,7 @@ class ModelDescription:
     @property
     def numbers(self) -> str:
         """How numbers are kept, in words."""
-        return numbers(self.dtype, self.quantization, self.kv_dtype)
+        return precisions_in_words(self.dtype, self.quantization, self.kv_dtype)
 
     @property
     def fingerprint(self) -> str:

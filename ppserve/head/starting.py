@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from ppserve.core.figures import size
+from ppserve.core.figures import size_text
 from ppserve.errors import StagesLost
 from ppserve.head.engine.member import Member, StageState
 from ppserve.head.engine.members import Members
@@ -41,7 +41,7 @@ def describe_start(replicas: Sequence[Members], doing: str, num_here: int, recor
         parts.append((len(away), "not here yet"))
     if loading := of[StageState.LOADING]:
         done, total = (sum(member.progress[part] for member in loading) for part in (0, 1))
-        read = f" {size(done)} of {size(total)}" if total > done else ""
+        read = f" {size_text(done)} of {size_text(total)}" if total > done else ""
         parts.append((len(loading), "testing kernels" if 0 < total <= done else f"loading{read}"))
     if loaded := of[StageState.LOADED] + of[StageState.FORMING]:
         has_gpu = any(member.hello is not None and member.hello.device.gpu is not None for member in loaded)
@@ -93,4 +93,4 @@ def _what(member: Member, num_here: int) -> str:
         return _COMES_HERE
     done, total = member.progress
     is_counted = member.state is StageState.LOADING and total
-    return _WHAT[member.state] + (f", {size(done)} of {size(total)}" if is_counted else "")
+    return _WHAT[member.state] + (f", {size_text(done)} of {size_text(total)}" if is_counted else "")

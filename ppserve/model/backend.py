@@ -229,9 +229,9 @@ class AnyBackend(Protocol):
         """Whether a plan's masks are needed only for its draws, so that they may come while the rest is
         computed."""
 
-    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
+    def compile(self, report: Callable[[int, int], object], num_tensor: int = 1) -> None:
         """Compile the kernels that steps of a stage of so many tensor ranks need, unless they are kept from an
-        earlier start, together with other processes that do the same. tell: called before each one with its
+        earlier start, together with other processes that do the same. report: called before each one with its
         number, from 1, and their count."""
 
     def load(
@@ -292,9 +292,9 @@ class Backend(AnyBackend, Protocol[Inputs, OwnLinear]):
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         """Round an embedding, a bias or a norm's weight as hidden states are, and put it on the device."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> OwnLinear:
-        """Pack a weight; afterwards it is no longer needed. bias_N: as `stored` returns it. is_probe: the layer is
-        made for the self-test, which drops it soon."""
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> OwnLinear:
+        """Pack a weight; afterwards it is no longer needed. bias_N: as `stored` returns it. for_selftest: whether
+        the layer is made for the self-test, which drops it soon."""
 
     def lm_head(self, weight_NK: Matrix) -> OwnLinear:
         """Pack the LM head's weight, in the type `Precision.head`."""

@@ -51,10 +51,10 @@ def kernel_directory(environment: Mapping[str, str], temporary: tuple[str, ...] 
     )
 
 
-def compiled_ahead(environment: Mapping[str, str]) -> Path:
+def precompiled_mark(environment: Mapping[str, str]) -> Path:
     """Return the file that exists once the kernels of draws and masks are kept on this machine. Raises
     ConfigError."""
-    return kernel_directory(environment) / "compiled-ahead"
+    return kernel_directory(environment) / "precompiled"
 
 
 def _directory_name() -> str:

@@ -134,12 +134,12 @@ def _check_linear(
     weight_NH = torch.randn(min(linear.num_outputs, _MOST_PROBE_OUTPUTS), half, generator=generator)
     last_N1 = torch.zeros(len(weight_NH), linear.num_inputs % 2)
     weight_NK = torch.cat([weight_NH, -weight_NH, last_N1], dim=1)
-    probe = stage.backend.linear(MatrixInMemory(weight_NK), None, is_probe=True)
+    trial = stage.backend.linear(MatrixInMemory(weight_NK), None, for_selftest=True)
     half_TK, last_T1 = x_TK[:, :half], x_TK[:, 2 * half :]
-    x_of_probe_TK = torch.cat([half_TK, half_TK, last_T1], dim=1)
+    x_of_trial_TK = torch.cat([half_TK, half_TK, last_T1], dim=1)
     device, dtype = stage.backend.device, stage.backend.precision.compute
     return _compare_rows(linear, x_TK.to(device, dtype), row_counts) or _compare_rows(
-        probe, x_of_probe_TK.to(device, dtype), row_counts
+        trial, x_of_trial_TK.to(device, dtype), row_counts
     )
 
 

@@ -107,7 +107,7 @@ class TorchBackend:
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.weights).to(self.device)
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> Linear:
         return PlainLinear(self.stored(weight_NK[:]), bias_N)
 
     def lm_head(self, weight_NK: Matrix) -> Linear:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from ppserve.core.figures import size
+from ppserve.core.figures import size_text
 from ppserve.errors import ConfigError
 from ppserve.planning.forecast import Forecast, ForecastRequest, forecast
 
@@ -25,15 +25,15 @@ def check_fits(plan: Forecast, kv_follows: bool) -> None:
     longest = max(map(plan.sequence_bytes, plan.stages))
     lacks = []
     if weights + sequence > request.stage_memory:
-        parts = f"{size(weights)} of weights, {size(sequence)} of keys and values"
+        parts = f"{size_text(weights)} of weights, {size_text(sequence)} of keys and values"
         lacks.append(("--stage-memory", request.stage_memory, weights + sequence, parts))
     if given is not None and longest > given:
         lacks.append(("--kv-cache-memory", given, longest, "keys and values"))
     flag, has, needs, parts = lacks[0]
     more = " ".join(f"{flag} {math.ceil(needs / _MIB)}M" for flag, _, needs, _ in lacks)
     problem = (
-        f"{size(has)} is {size(needs - has)} too little: a stage needs {size(needs)} for one sequence of"
-        f" {plan.max_model_len} tokens ({parts})"
+        f"{size_text(has)} is {size_text(needs - has)} too little: a stage needs {size_text(needs)} for one"
+        f" sequence of {plan.max_model_len} tokens ({parts})"
     )
     raise ConfigError(flag, f"{problem}; this fits: {' or '.join([*_fitting(plan, kv_follows), more])}")
 

@@ -14,7 +14,7 @@ from ppserve.core.architecture import (
     stage_params,
     sublayer_matrices,
 )
-from ppserve.core.figures import numbers, size, table
+from ppserve.core.figures import precisions_in_words, size_text, table
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.partition import (
     EXPECTED_NEW,
@@ -158,7 +158,8 @@ def render(model: str, plan: Forecast) -> str:
     heading = ("stage", "layers", "parameters", "weights", "KV/token", "KV memory", "tokens")
     lines = [
         f"{model}: {arch.num_params / 1e6:,.1f} M parameters, {arch.num_layers} layers of width {arch.width},"
-        f" {numbers(request.dtype, request.quantization, request.kv_dtype)}, context {plan.max_model_len}",
+        f" {precisions_in_words(request.dtype, request.quantization, request.kv_dtype)},"
+        f" context {plan.max_model_len}",
         "",
         *table(heading, *map(_row, plan.stages)),
     ]
@@ -169,7 +170,7 @@ def render(model: str, plan: Forecast) -> str:
 
 def _row(stage: StageForecast) -> tuple[str, ...]:
     layout = stage.layout
-    sizes = map(size, (stage.weight_bytes, stage.kv_bytes_per_token, stage.kv_memory))
+    sizes = map(size_text, (stage.weight_bytes, stage.kv_bytes_per_token, stage.kv_memory))
     layers, params = f"{layout.num_sublayers / 2:g} ({layout.span})", f"{stage.num_parameters / 1e6:,.1f} M"
     return (str(layout.stage), layers, params, *sizes, f"{stage.max_tokens:,}")
 

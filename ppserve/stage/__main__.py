@@ -109,14 +109,14 @@ def _find_head(start: wire.Start, found: ProbeResult | UsageError, keeper_fd: in
     return _serve(start, found, connection, keeper_fd)
 
 
-def _probe(start: wire.Start, tell: Callable[[str], None]) -> ProbeResult | UsageError:
+def _probe(start: wire.Start, report: Callable[[str], None]) -> ProbeResult | UsageError:
     environment = RankEnvironment.from_environ() or RankEnvironment(start.rank, start.world_size, 0, 1)
     try:
         from ppserve.stage.probe import probe_and_measure
     except (UsageError, PermissionError) as error:
         return UsageError(f"a stage cannot start on {socket.gethostname()}: {error}")
     try:
-        return probe_and_measure(start.config, environment, tell)
+        return probe_and_measure(start.config, environment, report)
     except UsageError as error:
         return error
 

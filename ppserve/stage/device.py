@@ -83,7 +83,7 @@ class DeviceSetup:
             # Threads of torch would spin on the cores of our kernels.
             torch.set_num_threads(self.threads if self.reference else 1)
 
-    def probe(self) -> None:
+    def raise_if_lost(self) -> None:
         """Raise torch.AcceleratorError if the device's context cannot be used any more. This does not wait."""
         if self.device.type == "cuda":
             torch.cuda.current_stream(self.device).query()

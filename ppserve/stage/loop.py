@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 
 from ppserve import wire
-from ppserve.core.figures import size
+from ppserve.core.figures import size_text
 from ppserve.core.kv_memory import sequence_blocks
 from ppserve.core.plan import Drawn, RankResult, StepPlan, StepStamps
 from ppserve.errors import TransportError, UsageError
@@ -160,7 +160,7 @@ class StageLoop:
             # The error may be of any type: Triton has its own for a kernel that cannot be compiled.
             problem = in_words(error)
             if not isinstance(error, UsageError | MemoryError):
-                setup.probe()
+                setup.raise_if_lost()
                 log.exception("stage %d", layout.stage)
                 problem = f"it cannot compute on {setup.name}: {type(error).__name__}: {problem}"
             self._link.send(wire.Unable(f"stage {layout.stage}: {problem}"))
@@ -214,7 +214,7 @@ class StageLoop:
         asked = cache.kv_cache_memory
         if asked is not None:
             used = num_blocks * model.backend.block_bytes(model.arch, model.layout, cache.block_size)
-            log.info("of --kv-cache-memory %s, %s is used", size(asked), size(used))
+            log.info("of --kv-cache-memory %s, %s is used", size_text(asked), size_text(used))
         # Memory that the operator sets aside is taken now; other memory is taken as the load grows.
         return model.with_cache(num_blocks, cache.block_size, populate=asked is not None)
 
@@ -276,7 +276,7 @@ class StageLoop:
         said: the message to send instead of `Broken`. Raises if the device is lost.
         """
         # The error does not tell whether it is: torch's may only lack memory, and Triton's is a RuntimeError.
-        self._found.setup.probe()
+        self._found.setup.raise_if_lost()
         # Waits end with the epoch, and why it ended the head has said.
         is_expected = isinstance(error, TransportError) and self._link.has_given_up(number)
         level = logging.DEBUG if is_expected else logging.WARNING

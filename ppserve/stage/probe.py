@@ -69,26 +69,27 @@ def probe(config: ServeConfig, environment: RankEnvironment) -> ProbeResult:
 
 
 def probe_and_measure(
-    config: ServeConfig, environment: RankEnvironment, tell: Callable[[str], object]
+    config: ServeConfig, environment: RankEnvironment, report: Callable[[str], object]
 ) -> ProbeResult:
     """Probe, bind this thread to the device, compile its kernels, and measure there what the head needs to know.
-    tell: called with what is done next, in words. Raises UsageError."""
+    report: called with what is done next, in words. Raises UsageError."""
     path = config.model.path
-    tell(f"fetching {path}, unless it is here" if is_on_hub(path) else "opening the model")
+    report(f"fetching {path}, unless it is here" if is_on_hub(path) else "opening the model")
     found = probe(config, environment)
     found.setup.bind_this_thread()
     kept = f"first start only, kept in {with_tilde(kernel_directory(os.environ).parent)}"
     grid = config.pipeline.grid(environment.world_size)
     found.setup.backend().compile(
-        lambda which, count: tell(f"compiling kernels, {which} of {count} ({kept})"), grid.tensor
+        lambda which, count: report(f"compiling kernels, {which} of {count} ({kept})"), grid.tensor
     )
-    tell("measuring layers")
+    report("measuring layers")
     tensor = grid.place(environment.rank).tensor
     return replace(found, costs=measure_costs(config, grid, tensor, found.checkpoint, found.setup))
 
 
 def with_tilde(path: Path) -> str:
-    """Return a path in words of one line, with `~` for the user's home. Its name need not be text."""
+    """Return a path as printable text of one line, with `~` for the user's home. Bytes that are no text are
+    escaped."""
     home = os.path.expanduser("~")
     text = str(path).replace(home, "~", 1) if path.is_relative_to(home) else str(path)
     return text if text.isprintable() else ascii(text)
@@ -112,7 +113,7 @@ def part_costs(
 ) -> PartCosts:
     """Return the seconds that each part takes in this step. They are measured once on each machine. This waits for
     no other tensor rank."""
-    path = _memory_path(checkpoint, setup, (step, tensor, num_tensor))
+    path = _costs_path(checkpoint, setup, (step, tensor, num_tensor))
     with contextlib.suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode(path.read_bytes(), type=PartCosts)
     costs = _measure(checkpoint, setup, step, (tensor, num_tensor))
@@ -124,8 +125,8 @@ def part_costs(
     return costs
 
 
-def _memory_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Path:
-    """Return the file for this machine, model shape, arithmetic, operators and number of threads."""
+def _costs_path(checkpoint: Checkpoint, setup: DeviceSetup, what: object) -> Path:
+    """Return the file that keeps the costs for this machine, architecture, arithmetic and number of threads."""
     numbers = setup.dtype, setup.quantization, setup.kv_dtype
     operators = setup.reference, setup.options.batch_invariant, torch.__version__
     machine = setup.name, setup.stages_here, platform.processor()

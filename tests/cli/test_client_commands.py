@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from ppserve import AsyncClient, CallFailed
-from ppserve.cli.client import restart_and_tell
+from ppserve.cli.client import restart_and_report
 from ppserve.core.request import FinishReason
 from ppserve.errors import Draining, RequestError, StagesLost
 from ppserve.head.engine.streams import TokenOutput
@@ -214,11 +214,11 @@ def test_the_key_comes_from_a_file_or_the_environment(tmp_path: Path) -> None:
 async def test_a_restart_that_takes_long_says_how_far_the_stages_are() -> None:
     told: list[str] = []
     async with served(FakeEngine(snapshots_to_restart=2)) as (_, target), AsyncClient(target) as client:
-        await restart_and_tell(client, 0, True, told.append)
+        await restart_and_report(client, 0, True, told.append)
         assert told[:2] == ["1 of 1 stage ready"] * 2
         told.clear()
         with pytest.raises(CallFailed, match="there is no replica 3"):
-            await restart_and_tell(client, 3, True, told.append)
+            await restart_and_report(client, 3, True, told.append)
         assert told == []
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ppserve.core.figures import percentile, quantile, size, table
+from ppserve.core.figures import percentile, quantile, size_text, table
 
 
 def test_a_percentile_is_a_value_that_occurred() -> None:
@@ -16,7 +16,8 @@ def test_a_percentile_is_a_value_that_occurred() -> None:
 
 
 def test_sizes() -> None:
-    assert [size(n) for n in (0, 512, 1536, 3 << 30, 5 << 40)] == ["0 B", "512 B", "1.5 KiB", "3 GiB", "5 TiB"]
+    shown = [size_text(n) for n in (0, 512, 1536, 3 << 30, 5 << 40)]
+    assert shown == ["0 B", "512 B", "1.5 KiB", "3 GiB", "5 TiB"]
 
 
 def test_a_table_is_as_wide_as_its_cells() -> None:

@@ -24,7 +24,7 @@ from ppserve.model.checkpoint import Checkpoint, TensorPart
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.gguf import _stored_tensors
 from ppserve.model.checkpoint.opening import open_checkpoint
-from ppserve.model.checkpoint.settings import settled
+from ppserve.model.checkpoint.settings import checked_architecture
 from ppserve.model.cpu.backend import CpuBackend
 from ppserve.model.cuda.backend import CudaBackend, DeviceOptions
 from ppserve.model.inputs import StepInputs
@@ -155,9 +155,9 @@ def test_a_layer_that_no_backend_computes_is_refused(
 ) -> None:
     """The refusal has the words of the file, and the layer's number."""
     path, layers = Path("config.json"), ARCH.layers
-    assert settled(path, ARCH, "heads").layers == layers
+    assert checked_architecture(path, ARCH, "heads").layers == layers
     with pytest.raises(CheckpointError, match=f"config.json: layer 1 {reason}"):
-        settled(path, replace(ARCH, layers=(layers[0], change(layers[1]), layers[2])), "heads")
+        checked_architecture(path, replace(ARCH, layers=(layers[0], change(layers[1]), layers[2])), "heads")
 
 
 @pytest.mark.parametrize("kind", ["float32", "gpu reference"])

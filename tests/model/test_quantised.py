@@ -119,7 +119,7 @@ def test_no_large_matrix_is_whole_in_memory_while_it_is_quantised(
 class WholeMatrices(CpuBackend):
     """The control: asks for every matrix at once."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> Linear:
         return super().linear(MatrixInMemory(weight_NK[:]), bias_N)
 
     def lm_head(self, weight_NK: Matrix) -> Linear:

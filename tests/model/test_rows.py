@@ -75,7 +75,7 @@ class InTwoHalves(CudaBackend):
     """Its products are summed in two halves from 128 rows on; what comes out is rounded to bfloat16, as a
     library's bfloat16 products are, so that with usual weights hardly a number differs."""
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> Linear:
         whole, half = super().linear(weight_NK, bias_N), weight_NK.shape[1] // 2
         of_low, of_high = (
             MatrixInMemory(part) for part in weight_NK[:].split([half, weight_NK.shape[1] - half], 1)

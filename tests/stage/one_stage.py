@@ -38,7 +38,7 @@ CPU = DeviceSetup(torch.device("cpu"), "float32", stages_here=1)
 class Poisoned(DeviceSetup):
     """A GPU whose context is lost to this process, in which everything else may still look well."""
 
-    def probe(self) -> None:
+    def raise_if_lost(self) -> None:
         raise torch.AcceleratorError("an illegal address")
 
 

@@ -128,7 +128,7 @@ def test_an_epoch_that_lacks_memory_on_a_lost_device_ends_the_stage(monkeypatch:
     """The control: only a new process may have the device again."""
     with failing(monkeypatch, "cache", FULL[0]) as stage:
         stage.load(StageLayout(0, 1, 0, 4))
-        monkeypatch.setattr(OnFailingGpu, "probe", Poisoned.probe)
+        monkeypatch.setattr(OnFailingGpu, "raise_if_lost", Poisoned.raise_if_lost)
         stage.form(1)
         with pytest.raises(torch.AcceleratorError):
             stage.exit_code.result(WITHIN_S)
@@ -154,7 +154,7 @@ def test_a_self_test_that_cannot_run_is_told_with_what_helps(
 def test_a_device_that_is_lost_while_loading_ends_the_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control: only a new process may have the device again."""
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
-    monkeypatch.setattr(OnFailingGpu, "probe", Poisoned.probe)
+    monkeypatch.setattr(OnFailingGpu, "raise_if_lost", Poisoned.raise_if_lost)
     with failing(monkeypatch, "self-test", lost) as stage:
         stage.tell(wire.Assign(StageLayout(0, 1, 0, 4)))
         with pytest.raises(torch.AcceleratorError):

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ppserve.config import ServerSettings
-from ppserve.core.figures import counted, size, table
+from ppserve.core.figures import counted, size_text, table
 from ppserve.head.descriptions import ModelDescription, Topology
 from ppserve.head.listener import Ports, address_text
 
@@ -68,7 +68,7 @@ def _stage_table(topology: Topology, num_stages: int, num_replicas: int) -> Iter
             parts.insert(0, "wte")
         if stage.stage == num_stages - 1:
             parts.append("head")
-        sizes = (f"{stage.num_parameters / 1e6:.4g} M", size(stage.weight_bytes), size(stage.kv_bytes))
+        sizes = (f"{stage.num_parameters / 1e6:.4g} M", size_text(stage.weight_bytes), size_text(stage.kv_bytes))
         name = f"{stage.replica}.{stage.stage}" if num_replicas > 1 else str(stage.stage)
         hosts = ", ".join(dict.fromkeys(rank.host for rank in stage.ranks))
         rows.append((name, "+".join(parts), f"{stage.device} on {hosts}", *sizes))

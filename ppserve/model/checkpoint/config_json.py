@@ -17,7 +17,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import checked, read_json, shown
 from ppserve.model.checkpoint.families import FAMILIES
 from ppserve.model.checkpoint.family import Config, ModelFamily
-from ppserve.model.checkpoint.settings import real_vocabulary, settled
+from ppserve.model.checkpoint.settings import checked_architecture, real_vocabulary
 
 HARMLESS = frozenset(
     """
@@ -86,7 +86,7 @@ def read_config(directory: Path) -> Architecture:
     # The tokenizer's own end of text counts too, as in vLLM.
     eos_ids = (*arch.eos_ids, *(() if end is None or end in arch.eos_ids else (end,)))
     heads = family.synonyms.get("num_attention_heads", "num_attention_heads")
-    return settled(path, replace(arch, vocab_size=vocab_size, eos_ids=eos_ids), heads)
+    return checked_architecture(path, replace(arch, vocab_size=vocab_size, eos_ids=eos_ids), heads)
 
 
 def family_of(path: Path, values: dict[str, Any], field: str = "model_type") -> ModelFamily:

@@ -24,7 +24,7 @@ from ppserve.gguf_file import GGUFHeader, TensorInfo, read_parts
 from ppserve.model.checkpoint import FourBits
 from ppserve.model.checkpoint.config_json import declared, family_of
 from ppserve.model.checkpoint.families import FAMILIES
-from ppserve.model.checkpoint.settings import settled
+from ppserve.model.checkpoint.settings import checked_architecture
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredRows, StoredTensor
 
 DTYPES_BY_TYPE: dict[int, str] = {Type.F32: "float32", Type.F16: "float16", Type.BF16: "bfloat16"}
@@ -180,7 +180,7 @@ def _architecture(path: Path, values: dict[str, Any], stored: dict[str, StoredTe
     num_unused = next((i for i, kind in enumerate(reversed(token_types)) if kind != UNUSED_TOKEN), 0)
     arch = replace(arch, vocab_size=arch.padded_vocab_size - num_unused)
     arch = _with_factors(path, arch, stored.get("rope_freqs.weight"))
-    return settled(path, arch, f"{kind}.attention.head_count")
+    return checked_architecture(path, arch, f"{kind}.attention.head_count")
 
 
 def _implied(values: dict[str, Any], own: dict[str, Any], stored: dict[str, StoredTensor]) -> dict[str, Any]:

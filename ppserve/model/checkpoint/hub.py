@@ -38,7 +38,7 @@ class _Index(msgspec.Struct, frozen=True):
     weight_map: Annotated[dict[str, str], msgspec.Meta(min_length=1)]
 
 
-FOREIGN = {
+OTHER_CONTENT = {
     "adapter_config.json": "adapters (LoRA): merge them into their base model, as peft's merge_and_unload does",
     "params.json": "a model in its makers' own format: take that of Hugging Face",
     "mlc-chat-config.json": "a model of MLC",
@@ -55,10 +55,10 @@ FOREIGN = {
 """Patterns of files that a directory without a model may have, and what they are."""
 
 
-def foreign(directory: Path) -> str:
+def other_content(directory: Path) -> str:
     """Return what a directory has in place of a model, as the end of a sentence; empty if nothing is
     recognised."""
-    found = ((kind, next(directory.glob(name), None)) for name, kind in FOREIGN.items())
+    found = ((kind, next(directory.glob(name), None)) for name, kind in OTHER_CONTENT.items())
     return next((f"; {path.relative_to(directory)}: {kind}" for kind, path in found if path), "")
 
 
@@ -66,7 +66,7 @@ def weight_files(directory: Path) -> list[Path]:
     """Return the file with the weights, or an index and then the files that it names. Raises CheckpointError."""
     path = next((directory / name for name in WEIGHT_FILES if lexists(directory / name)), None)
     if path is None:
-        raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}{foreign(directory)}")
+        raise CheckpointError(directory, f"holds none of {', '.join(WEIGHT_FILES)}{other_content(directory)}")
     suffix = ".safetensors" if ".safetensors" in path.suffixes else ".bin"
     names = sorted(set(read_json(path, _Index).weight_map.values())) if path.suffix == ".json" else []
     for name in names:

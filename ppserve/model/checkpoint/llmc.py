@@ -19,7 +19,7 @@ from ppserve.errors import CheckpointError
 from ppserve.files import bytes_shown, checked, file_size, misread, read_start
 from ppserve.model.checkpoint.families import layer_shapes, tensor_shapes
 from ppserve.model.checkpoint.gpt2 import GPT2Config
-from ppserve.model.checkpoint.settings import Layers, Positions, Rows, Width, check_heads, settled
+from ppserve.model.checkpoint.settings import Layers, Positions, Rows, Width, check_heads, checked_architecture
 from ppserve.model.checkpoint.tensors import DTYPES, FileCheckpoint, StoredTensor
 
 MAGIC = 20240326
@@ -73,7 +73,7 @@ def _architecture(path: Path, header: Header) -> Architecture:
     config = GPT2Config(
         n_layer=header.L, n_embd=header.C, n_head=header.NH, n_positions=header.maxT, vocab_size=header.Vp
     )
-    return settled(path, replace(config.architecture(path), vocab_size=header.V), "NH")
+    return checked_architecture(path, replace(config.architecture(path), vocab_size=header.V), "NH")
 
 
 def _stored_tensors(path: Path, arch: Architecture, dtype: str) -> list[StoredTensor]:

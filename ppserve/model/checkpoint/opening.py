@@ -92,7 +92,7 @@ def _only_file(directory: Path) -> Path:
         raise CheckpointError(directory, f"holds several models, name one: {names}")
     if has_config:
         return directory
-    problem = f"holds no config.json, no ckpt.pt, no .gguf and no model of llm.c{hub.foreign(directory)}"
+    problem = f"holds no config.json, no ckpt.pt, no .gguf and no model of llm.c{hub.other_content(directory)}"
     raise CheckpointError(directory, problem)
 
 

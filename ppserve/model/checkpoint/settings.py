@@ -75,7 +75,7 @@ class _BesideVocabulary(msgspec.Struct, frozen=True):
     eos_token: str | _EndToken | None = None
 
 
-def settled(path: Path, arch: Architecture, heads: str) -> Architecture:
+def checked_architecture(path: Path, arch: Architecture, heads: str) -> Architecture:
     """Check an architecture, and return it without ends of text that are not in the vocabulary.
 
     Raises CheckpointError if the heads of keys and values do not divide those of queries, or if no backend

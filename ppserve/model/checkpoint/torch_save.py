@@ -64,7 +64,7 @@ def _architecture(path: Path, args: ModelArgs) -> Architecture:
         eos_token_id=settings.END_OF_TEXT if vocab_size == settings.GPT2_VOCABULARY else None,
     )
     arch = config.architecture(path, have_biases=args.bias)
-    return settings.settled(path, replace(arch, vocab_size=vocab_size), "n_head")
+    return settings.checked_architecture(path, replace(arch, vocab_size=vocab_size), "n_head")
 
 
 def _canonical(stored_name: str) -> str | None:

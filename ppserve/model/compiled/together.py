@@ -48,18 +48,18 @@ def for_types(function: Callable[..., object], arguments: str) -> TypedKernel:
     return TypedKernel(function, *normalize_signature(f"({arguments},)")[0])
 
 
-def compile_together(kernels: Sequence[TypedKernel], tell: Callable[[int, int], object]) -> None:
+def compile_together(kernels: Sequence[TypedKernel], report: Callable[[int, int], object]) -> None:
     """Have the cache on disk contain these kernels. Those that other processes compile come last, so the processes
     that lack the same kernels share them out.
 
-    tell: called before each kernel with its number, from 1, and how many are to be compiled.
+    report: called before each kernel with its number, from 1, and how many are to be compiled.
     """
     left = [each for each in kernels if not each.is_kept()]
     count, collects = len(left), gc.isenabled()
     gc.disable()  # compiling makes objects by the million, among which little is to be collected
     try:
         while left:
-            tell(count - len(left) + 1, count)
+            report(count - len(left) + 1, count)
             chosen = next((each for each in left if not each.is_being_compiled()), left[0])
             left.remove(chosen)
             chosen.compile()

@@ -98,10 +98,10 @@ class CpuBackend:
         self._head_scratch = ScratchMemory(self._head_product, num_threads)
         self._arena = Arena()
 
-    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
+    def compile(self, report: Callable[[int, int], object], num_tensor: int = 1) -> None:
         # From long to short, so that no process waits long for another at the end.
         of_ranks = [EXCHANGE] if num_tensor > 1 else []
-        compile_together([*reversed(self._work.kernels), *of_ranks, *sampling_kernels.KERNELS], tell)
+        compile_together([*reversed(self._work.kernels), *of_ranks, *sampling_kernels.KERNELS], report)
 
     def load(
         self, checkpoint: Checkpoint, layout: StageLayout, progress: Progress = lambda done, total: None
@@ -111,10 +111,10 @@ class CpuBackend:
     def stored(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.precision.hidden)
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> PackedLinear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> PackedLinear:
         # An arena lives as long as any of its arrays: a probe, which is dropped soon, must not be in that of
         # weights.
-        arena = Arena() if is_probe else self._arena
+        arena = Arena() if for_selftest else self._arena
         packed = PackedWeights(weight_NK, bias_N, self.precision.weights, self._product, arena)
         return PackedLinear(packed, self._thread_pool, self._scratch)
 

@@ -88,7 +88,7 @@ class CudaBackend(TorchBackend):
         most = max(self.read_rows_at_once, self.options.max_rows)
         self.more_head_rows = _above_128({min(count, most) for count in (*rows, most)})
 
-    def compile(self, tell: Callable[[int, int], object], num_tensor: int = 1) -> None:
+    def compile(self, report: Callable[[int, int], object], num_tensor: int = 1) -> None:
         """Triton compiles its kernels in the self-test, for the shapes that it meets."""
 
     def load(
@@ -96,7 +96,7 @@ class CudaBackend(TorchBackend):
     ) -> LoadedModel:
         return load(checkpoint, layout, self, progress)
 
-    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, is_probe: bool = False) -> Linear:
+    def linear(self, weight_NK: Matrix, bias_N: torch.Tensor | None, for_selftest: bool = False) -> Linear:
         if self.options.batch_invariant:
             return PlainLinear(self.stored(weight_NK[:]), bias_N, self.operators.product)
         return super().linear(weight_NK, bias_N)

@@ -73,7 +73,7 @@ def test_what_the_self_test_packs_does_not_lie_among_weights() -> None:
     """There it would stay as long as they do."""
     backend = CpuBackend("float32")
     ones = MatrixInMemory(torch.ones(64, 64))
-    packed = [backend.linear(ones, None, is_probe=is_probe) for is_probe in (False, True, False)]
+    packed = [backend.linear(ones, None, for_selftest=for_selftest) for for_selftest in (False, True, False)]
     first, _, second = (linear.weights.panels for linear in packed if isinstance(linear, PackedLinear))
     assert second - first == 4 * 64 * 64
 

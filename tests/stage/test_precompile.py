@@ -14,16 +14,16 @@ ROOT = Path(__file__).resolve().parents[2]
 # started, and whether the kernels are kept on disk now.
 CHILD = """
 import os, threading
-from ppserve.cli.serve import compile_ahead
+from ppserve.cli.serve import start_precompiling
 from ppserve.config import ServeConfig
-from ppserve.model.cache import compiled_ahead
-compile_ahead(ServeConfig.from_flags({"force_cpu": True}))
-started = [each for each in threading.enumerate() if each.name == "ahead"]
+from ppserve.model.cache import precompiled_mark
+start_precompiling(ServeConfig.from_flags({"force_cpu": True}))
+started = [each for each in threading.enumerate() if each.name == "precompile"]
 for each in started:
     each.join()
 from ppserve.model import sampling_kernels
 kept = [each.is_kept() for each in (*sampling_kernels.KERNELS, *sampling_kernels.OF_MASKS)]
-print(len(started), all(kept), compiled_ahead(os.environ).exists())
+print(len(started), all(kept), precompiled_mark(os.environ).exists())
 """
 
 

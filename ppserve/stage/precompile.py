@@ -1,8 +1,10 @@
-"""Compiles at a first start what reads logits on CPUs: `python -m ppserve.stage.ahead PID`, a process of its own.
+"""Compiles the kernels that read logits on CPUs, at the first start: `python -m ppserve.stage.precompile PID`.
 
-Numba is imported long before torch, so this goes on while the launcher and the stages still import. Those kernels
-come first for which stages wait at their start. Those that only masks need come last and give way to other
-processes, so no step in the middle of serving compiles them. PID: the process that started this one.
+This process imports numba, but not torch, so it compiles while the launcher and the stages still import. The
+kernels for which stages wait at their start come first. Those that only masks need come last, and give way to
+other processes. Without this, a step would compile them in the middle of serving.
+
+PID: the process that started this one.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from ppserve.model.cache import compiled_ahead
+from ppserve.model.cache import precompiled_mark
 from ppserve.process.identity import name_process
 from ppserve.process.lifetime import ENDING_SIGNALS, die_with_parent, ignore_signals
 
@@ -23,10 +25,10 @@ _GROUP = Path("/proc/self/autogroup")
 
 
 def main() -> None:
-    """Compile the kernels, and note that they are kept."""
+    """Compile the kernels, and make the file that says so (`precompiled_mark`)."""
     die_with_parent(int(sys.argv[1]))
     ignore_signals(ENDING_SIGNALS)  # it ends with its parent
-    name_process("ppserve.ahead")
+    name_process("ppserve.compile")
     logging.disable()  # what goes wrong here goes wrong in each stage, which says so
     with contextlib.suppress(Exception):
         from ppserve.model import sampling_kernels
@@ -35,7 +37,7 @@ def main() -> None:
         compile_together(sampling_kernels.KERNELS, lambda which, count: None)
         _give_way()
         compile_together(sampling_kernels.OF_MASKS, lambda which, count: None)
-        compiled_ahead(os.environ).touch()
+        precompiled_mark(os.environ).touch()
 
 
 def _give_way() -> None:

@@ -107,8 +107,8 @@ def _hand_on_signals() -> None:
 
 
 def _hold_back_from_ranks(*signals: signal.Signals) -> None:
-    """Block these signals in this thread, so that ranks begin with them blocked: they have no handlers yet, and
-    lose none that comes meanwhile. Another thread takes them for this process, whose handlers run as before."""
+    """Block these signals in this thread, so that ranks begin with them blocked: none ends a rank that has no
+    handlers yet. Another thread takes them for this process, whose handlers run as before."""
 
     def take() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)

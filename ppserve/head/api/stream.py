@@ -51,7 +51,7 @@ class Delta(Struct, frozen=True):
     is_first: bool  # whether it is its sequence's first
     prompt_tokens: tuple[ScoredToken, ...]  # all, if their scores are asked for; one delta of the request has them
     parts: tuple[Part, ...]  # of the text, as far as they are certain; there are none without a plan
-    has_called: bool  # whether the sequence has called a tool so far
+    has_called: bool  # whether the sequence has called a tool so far, see `AnswerParser`
     num_reasoning: int  # on a last delta: how many tokens, without those resumed from, are a reasoning
     last: TokenOutput  # the newest; its finish, matched, cached_tokens and timings hold for the sequence
 

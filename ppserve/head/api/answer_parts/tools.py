@@ -93,7 +93,7 @@ class Tooling:
 
     def violations(self, function: str = "", parameters: str = "parameters") -> Iterator[Violation]:
         """Yield the mistakes. function: what stands between a tool and its name in the protocol's fields.
-        parameters: the protocol's name of that field."""
+        parameters: the protocol's name of a tool's schema."""
         names = [tool.name for tool in self.tools]
         if len(names) > MAX_TOOLS:
             yield Violation("tools", f"{len(names)} tools; the limit is {MAX_TOOLS}")

@@ -19,7 +19,7 @@ def _option(
     """Return a field that is absent while it is None.
 
     part: the message of the proto that has the field; empty where the proto has it elsewhere.
-    default: what an absent option means; None where that depends on the model, the call or the door.
+    default: what an absent option means; None where that depends on the model, the call or the protocol.
     low, high: inclusive; None where the range depends on the model, or where values are no numbers.
     """
     metadata = {"part": part, "meaning": meaning, "default": default, "low": low, "high": high}
@@ -137,7 +137,7 @@ DEFAULTS: dict[str, Any] = {
     for option in fields(GenerationOptions)
     if option.metadata["default"] is not None
 }
-"""What absent options mean, where that is the same for every model, call and door."""
+"""What absent options mean, where that is the same for every model, call and protocol."""
 
 
 def names_of(part: str) -> frozenset[str]:

@@ -6,26 +6,27 @@ from collections.abc import Iterable
 
 PING_EVERY_NS = 500_000_000
 HEALTHY_WITHIN_NS = 2_000_000_000
-# A silent stage ends the epoch, but keeps its weights for longer.
+# A stage that is silent for so long ends the epoch. Its process, which has the weights, is kept until CUT_OFF_NS.
 SILENT_NS = 2_500_000_000
 CUT_OFF_NS = 10_000_000_000
 # A stage that compiles or reads may be silent for seconds.
 SILENT_BEFORE_NS = 30_000_000_000
 FORM_WITHIN_NS = 30_000_000_000
-# It is long enough for a host that restarts. A deadline still ends streams.
+# A lost rank may stay away for so long: a host may restart meanwhile. Deadlines of requests still end streams.
 REJOIN_WITHIN_NS = 600_000_000_000
 # When a keeper dies, torchrun stops all ranks, so the head drains; and the keeper's rank never returns.
 REJOIN_WHILE_DRAINING_NS = 10_000_000_000
-# A shape that has not formed has one before it: streams need not wait long for a rank that it lacks.
+# A shape that has not formed is given up for the one before it if a rank stays away for so long.
 RESHAPE_WITHIN_NS = 60_000_000_000
-# So many deaths and epochs that do not form are the fault of such a shape: too little memory kills, too.
+# After so many deaths and failed epochs, such a shape is given up: it may need more memory than there is.
 MAX_SETBACKS = 3
 # A stage that leaves may have to finish a step, or a wait in gloo that has a timeout.
 LEAVE_WITHIN_NS = 25_000_000_000
 # One that was only forming has no step; gloo's connect cannot be interrupted, and a restart is faster. But where a
 # shape is changed others may make their caches, which takes seconds, and a library's threads cannot be restarted.
 LEAVE_FORMING_WITHIN_NS = 2_000_000_000
-# So long after a loss the next epoch begins. Each failed attempt doubles it: ten outlast a minute without a link.
+# The next epoch begins so long after a loss. Each failed attempt doubles the pause, up to SETTLE_AT_MOST_NS: ten
+# attempts last longer than a network that is cut for a minute.
 SETTLE_NS = 200_000_000
 SETTLE_AT_MOST_NS = 20_000_000_000
 # After so many failed attempts in a row all processes restart, or the server ends.
@@ -69,7 +70,7 @@ class Silence:
 
 
 class Attempts:
-    """The latest attempts, in a row, to have an epoch that computes a step."""
+    """The latest failed attempts, in a row, to form an epoch that computes a step."""
 
     def __init__(self) -> None:
         self._num_without_step = 0  # epochs that formed and ended by an error since the last step
@@ -90,18 +91,18 @@ class Attempts:
 
     @property
     def are_over(self) -> bool:
-        """Whether there may be no further one."""
+        """Whether the server gives up: there have been MAX_ATTEMPTS failed attempts."""
         return self._count == MAX_ATTEMPTS
 
     @property
     def need_new_processes(self) -> bool:
-        """Whether all stage processes are to be replaced before the next one."""
+        """Whether all stage processes are to be replaced before the next attempt."""
         return self._count % RESTART_EVERY == 0
 
     def may_begin(self, now_ns: int) -> bool:
-        """Return whether enough time has passed for the next one."""
+        """Return whether enough time has passed for the next attempt."""
         return now_ns >= self._settled_ns
 
     def start_anew(self) -> None:
-        """Forget those of another shape."""
+        """Forget all attempts, because the pipeline gets another shape."""
         self._num_without_step = self._count = 0

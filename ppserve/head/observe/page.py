@@ -18,9 +18,12 @@ SCRIPTS = ("markdown.js", "pipeline.js", "ask.js")
 
 
 def page_of(asks: str, wants_key: bool, knows: Sequence[str] = ()) -> Page:
-    """asks: what the page may ask the server that shows it: "chat" (and completions), "text" (completions), or ""
-    on the metrics port and for models without a tokenizer. wants_key: whether asking needs an API key.
-    knows: "thinking" and "tools", where the model's format of them is known."""
+    """Make the page.
+
+    asks: what the page may ask the server that shows it: "chat" (and completions), "text" (completions), or "" on
+    the metrics port and for models without a tokenizer. wants_key: whether asking needs an API key. knows:
+    "thinking" and "tools", where the model's format of them is known.
+    """
     style, script = _read("page.css"), "\n".join(map(_read, SCRIPTS))
     html = _read("index.html").replace("/* style */", style).replace("/* script */", script)
     more = f'data-wants-key="{str(wants_key).lower()}" data-knows="{" ".join(knows)}"'

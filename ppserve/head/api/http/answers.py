@@ -36,7 +36,7 @@ Json = dict[str, Any]
 
 
 class Answers(ABC):
-    """Writes the answers to one call in the form of one door: whole, or as server-sent events."""
+    """Writes the answers to one call in the form of one path: whole, or as server-sent events."""
 
     @abstractmethod
     def __init__(

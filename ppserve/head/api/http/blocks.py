@@ -1,4 +1,4 @@
-"""An answer as a row of blocks, for doors that tell where each begins and ends: a text, a reasoning, a call."""
+"""An answer as blocks, each a text, a reasoning or a call, for paths that say where each begins and ends."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ class Blocks:
 
 
 class BlockAnswers(Answers):
-    """The answer to one chat: one sequence, told as blocks."""
+    """The answer to one chat: one sequence, as blocks."""
 
     def __init__(
         self, call: Call, body: GenerationBody, requests: Sequence[Request], handler: RequestHandler

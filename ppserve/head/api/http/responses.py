@@ -111,7 +111,7 @@ def error_json(error: RequestError) -> bytes:
 
 @dataclass(frozen=True, slots=True)
 class ErrorForm:
-    """How a door tells errors. name, schema: of the description of the door (`/openapi.json`)."""
+    """How a path writes errors. name, schema: what `/openapi.json` says of them."""
 
     write: Callable[[RequestError], bytes]
     name: str

@@ -23,7 +23,7 @@ OF_ALL: Mapping[str, Neutral] = {
     "use_beam_search": NOTHING,
     "vllm_xargs": NOTHING,
 }
-"""All doors refuse these fields."""
+"""All paths refuse these fields."""
 
 SERVED: Mapping[str, Neutral] = {
     **dict.fromkeys(("function_call", "functions", "tool_choice", "tools"), NOTHING),
@@ -37,7 +37,7 @@ SERVED: Mapping[str, Neutral] = {
     "response_format": (*NOTHING, {"type": "text"}),
     "structured_outputs": NOTHING,
 }
-"""Doors that serve these fields count them as absent with these values."""
+"""Paths that serve these fields count them as absent if they have these values."""
 
 OF_COMPLETIONS: Mapping[str, Neutral] = {
     "prompt_embeds": NOTHING,

@@ -30,7 +30,8 @@ def size_text(num_bytes: float) -> str:
 
 
 def counted(number: int, what: str, plural: str = "s") -> str:
-    """Return a number with its noun: `1 stage`, `2 stages`. plural: the noun's ending for other numbers than 1."""
+    """Return a number with its noun: `1 stage`, `2 stages`. plural: the ending that the noun has unless the number
+    is 1."""
     return f"{number} {what if number == 1 else what + plural}"
 
 

@@ -40,8 +40,8 @@ _OF_THE_CALL = ("request_id", "timeout_s")
 class Pipeline(AbstractContextManager["Pipeline"]):
     """A model on `stages` stages, which are threads of this process. Any thread may use it.
 
-    The same request gives the same tokens as on a server, with any number of stages. model: the same as `--model`
-    of the server. stages: unset: one, or one for each of `devices`. Raises UsageError (ConfigError,
+    The same request gives the same tokens as on a server, with any number of stages. model: what `--model` of the
+    server takes. stages: their number; None: one, or one for each of `devices`. Raises UsageError (ConfigError,
     CheckpointError) if the pipeline cannot run.
     """
 
@@ -91,10 +91,11 @@ class Pipeline(AbstractContextManager["Pipeline"]):
     def stream(self, prompt: PromptOrChat | Sequence[PromptOrChat], **options: Unpack[Options]) -> Stream:
         """Return a stream of chunks of text, as they are made. Options are those of the Python client.
 
-        prompt: a text, token ids, the messages of a chat, or a list of such, which run together. Then
-        `chunk.request_id` is the prompt's place in the list (after your own `request_id` and a dash, if you give
-        one). Closing the stream early ends its requests. Raises InvalidRequest, naming what is wrong, or TypeError
-        before anything runs; Overloaded ends those that were queued.
+        prompt: a text, token ids, the messages of a chat, or a list of these prompts, which run together. With a
+        list, `chunk.request_id` is the prompt's place in it (after your own `request_id` and a dash, if you give
+        one). Closing the stream early ends its requests. Before anything runs, InvalidRequest is raised for a
+        wrong option, which it names, and TypeError for a prompt of another type. If the queue is full, Overloaded
+        is raised, and the requests that were queued are ended.
         """
         return self.submit(as_prompts(prompt), options)
 

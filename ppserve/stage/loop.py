@@ -135,7 +135,7 @@ class StageLoop:
         return wire.Hello(start.rank, start.world_size, host, model, device, self._found.costs)
 
     def _receive_messages(self) -> None:
-        """Receive what has arrived, after waiting for the first message if there is none."""
+        """Take the messages that have arrived. If there is none, wait for the first."""
         while not self._arrived or not self._link.inbox.empty():
             self._arrived.append(self._link.inbox.get())
 
@@ -220,9 +220,9 @@ class StageLoop:
 
     def _join(self, form: wire.Form) -> None:
         part = self._part
-        assert part is not None, "an epoch is of loaded stages"
+        assert part is not None, "only loaded stages enter an epoch"
         model = part.model
-        assert model.layout == form.layout, "an epoch is of the layers that are loaded"
+        assert model.layout == form.layout, "an epoch has the layers that are loaded"
         if part.cached is None or part.num_blocks != form.num_blocks:
             part.cached = None
             gc.collect()  # before the new one is made: there may be no memory for two caches
@@ -253,7 +253,7 @@ class StageLoop:
                 log.warning("epoch %d: its waits cannot be ended: %s", number, error)
 
     def _abandon(self, number: int) -> None:
-        """Leave an epoch that the head has given up, unless it broke here before."""
+        """Leave an epoch that the head has given up, unless this stage has left it already."""
         if self._epoch is not None and self._epoch.number == number:
             self.leave_epoch()
             self._link.send(wire.Broken(number, "given up by the head"))
@@ -277,7 +277,7 @@ class StageLoop:
         """
         # The error does not tell whether it is: torch's may only lack memory, and Triton's is a RuntimeError.
         self._found.setup.raise_if_lost()
-        # Waits end with the epoch, and why it ended the head has said.
+        # If the head has given up the epoch, waits end by an error, and the head has said why.
         is_expected = isinstance(error, TransportError) and self._link.has_given_up(number)
         level = logging.DEBUG if is_expected else logging.WARNING
         log.log(level, "epoch %d: %s: %s", number, what, problem := in_words(error))

@@ -28,9 +28,9 @@ class Computed:
 class Stage:
     """A part of the model with its cache, and its connections. It is used by one thread, apart from `interrupt`.
 
-    transport: to the previous and the next stage. gather: to the other tensor ranks of the stage. with_masks:
-    waits for the masks of a plan that awaits them. A stage lives for one epoch, as its connections do; the model
-    and its cache may outlive it.
+    A stage lives for one epoch, as its connections do. The model and its cache may outlive it. transport: to the
+    previous and the next stage. gather: to the other tensor ranks of the stage. with_masks: waits for the masks of
+    a plan that awaits them, and returns the plan with them.
     """
 
     def __init__(

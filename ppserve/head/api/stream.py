@@ -64,9 +64,9 @@ class Delta(Struct, frozen=True):
 class RequestStream:
     """One request's outputs, from `push` until its reader takes them. One thread uses it.
 
-    echo: the prompt's text, to be sent back. news: an event that streams share which are read together.
-    deadline_is_error: true for protocols that have no word for an end at the deadline.
-    plan: how its answers are read; None if they are not divided into parts.
+    echo: the prompt's text, to be sent back. news: is set when there may be deltas; streams that are read together
+    share it. deadline_is_error: whether an end at the deadline is an error, as in protocols that have no word for
+    it. plan: how its answers are read; None if they are not divided into parts.
     """
 
     def __init__(

@@ -180,7 +180,7 @@ FLAGS: dict[str, tuple[click.Option, ...]] = {
         _flag("--max-num-seqs", "Most sequences that run at once.", COUNT, default=256),
         _flag("--max-queue", "Most requests that wait; further ones are refused.", COUNT, default=1024),
     ),
-    "Front doors": (
+    "gRPC and HTTP": (
         _flag("--host", "Address to listen on.", IP, default="127.0.0.1"),
         _port("--port", "Port of gRPC; 0 picks a free one.", default=50051),
         _port("--http-port", "Port of HTTP with OpenAI's paths and the page; 0 picks a free one.", default=8000),

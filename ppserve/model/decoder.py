@@ -108,14 +108,14 @@ class Decoder(Generic[Inputs, OwnLinear]):
         self.head = LMHead(read) if self.layout.is_last else None
         self._embed = Embedding(read) if self.layout.is_first else None
         self.blocks = [Block(read, layer) for layer in self.layout.layers]
-        self.computed: Sequence[Sublayer[Inputs]] = self._computed()
+        self.calls: Sequence[Sublayer[Inputs]] = self._calls()
         self.linears = read.linears
         """The blocks' linear layers, by name."""
         self.num_params, self.weight_bytes = read.num_params, read.weight_bytes
 
-    def _computed(self) -> Sequence[Sublayer[Inputs]]:
-        """Return what computes the blocks: one call for all residual lines or for those of each block, where the
-        backend has it, else the blocks themselves. The bits are the same."""
+    def _calls(self) -> Sequence[Sublayer[Inputs]]:
+        """Return the calls that compute the blocks: one for all residual lines, or one for those of each block, if
+        the backend has it; else the blocks themselves. The bits are the same."""
         whole = self.backend.fused(self._lines)
         if whole is not None:
             return [whole]
@@ -133,7 +133,7 @@ class Decoder(Generic[Inputs, OwnLinear]):
     def computing(self, *sublayers: Sublayer[Inputs]) -> Decoder[Inputs, OwnLinear]:
         """Return a stage with the same weights, which computes these sublayers in place of its blocks."""
         other = copy(self)
-        other.computed = sublayers
+        other.calls = sublayers
         return other
 
     @torch.inference_mode()
@@ -141,7 +141,7 @@ class Decoder(Generic[Inputs, OwnLinear]):
         x_TD = hidden_TD if self._embed is None else self._embed(inputs)
         assert x_TD is not None, "only the first stage has no stage before it"
         assert x_TD.shape == (inputs.num_rows, self.arch.width)
-        for compute in self.computed:
+        for compute in self.calls:
             x_TD = compute(x_TD, inputs)
         return x_TD
 

@@ -54,7 +54,7 @@ def test_a_terminal_is_told_of_the_start_before_torchrun_is_imported(
 def test_help_has_every_flag_under_a_heading() -> None:
     assert len(serve.params) <= 54
     shown = serve.get_help(click.Context(serve, click.Context(cli, **cli.context_settings)))
-    for heading in ("Model:", "Pipeline:", "Memory:", "Front doors:", "Several hosts:", "Logs:"):
+    for heading in ("Model:", "Pipeline:", "Memory:", "gRPC and HTTP:", "Several hosts:", "Logs:"):
         assert f"\n{heading}\n" in shown
     hidden = {param.opts[0] for param in serve.params if param.opts[0] not in shown}
     assert hidden == {"--parallel", "--expect"}, "they were removed"

@@ -77,9 +77,9 @@ class Composer:
         filling = [s for s in ready if s.num_pending > 1 and s.is_ready]
         num_decoding = num_running - (len(ready) - len(decoding))  # sequences in flight count too
         picks = [Pick(s, 1) for s in decoding[: -(-num_decoding // num_slots)]]
-        if prompts := in_turns(filling):
+        if prompts := ordered_by_rounds(filling):
             self._fill(picks, prompts, num_decoding > 0, num_slots)
-        return within_a_result(picks)
+        return fitting_one_result(picks)
 
     def _fill(self, picks: list[Pick], prompts: list[Sequence], beside_decodes: bool, num_slots: int) -> None:
         size = StepSize()
@@ -131,7 +131,7 @@ class Composer:
         return bisect_right(range(1, most), limit_s, key=seconds)
 
 
-def within_a_result(picks: Iterable[Pick]) -> list[Pick]:
+def fitting_one_result(picks: Iterable[Pick]) -> list[Pick]:
     """Shorten picks, or leave them out, until the step's result fits a frame. The first pick keeps one token at
     least."""
     left, kept = MAX_STEP_TOP_LOGPROBS, list[Pick]()
@@ -156,7 +156,7 @@ def _joined(size: StepSize, sequence: Sequence, num_tokens: int) -> StepSize:
     return size.with_slice(sequence.scheduled, num_tokens, sampled)
 
 
-def in_turns(filling: Iterable[Sequence]) -> list[Sequence]:
+def ordered_by_rounds(filling: Iterable[Sequence]) -> list[Sequence]:
     """Order prompts by rounds: one prompt of each caller, then the second one of each, and so on. In each round
     short prompts come first."""
     turns: Counter[str] = Counter()

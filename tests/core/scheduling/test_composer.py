@@ -14,7 +14,7 @@ from ppserve.core.scheduling.composer import (
     SPREAD_ROUNDS,
     Composer,
     Pick,
-    in_turns,
+    ordered_by_rounds,
 )
 from ppserve.core.scheduling.config import MAX_PROMPT_TOKENS_PER_STEP, SchedulerConfig
 from ppserve.core.scheduling.sequence import Sequence
@@ -160,6 +160,6 @@ def test_a_light_caller_s_prompt_does_not_wait_for_all_prompts_of_greedy_ones(gr
 def test_callers_take_turns_and_each_one_s_prompts_keep_their_order() -> None:
     all_of = ((90, "a"), (5, "a"), (80, "b"), (7, "c"), (6, "b"))
     a1, a2, b1, c1, b2 = (sequence_of(num_tokens, caller=caller) for num_tokens, caller in all_of)
-    assert in_turns([a1, a2, b1, c1, b2]) == [c1, a1, b1, a2, b2]
+    assert ordered_by_rounds([a1, a2, b1, c1, b2]) == [c1, a1, b1, a2, b2]
     alone = [sequence_of(n) for n in (90, 5, 80, 7)]
-    assert in_turns(alone) == alone
+    assert ordered_by_rounds(alone) == alone

@@ -29,7 +29,7 @@ def test_one_call_computes_what_a_call_for_each_sublayer_does(
     backend = CpuBackend(dtype, threads, quantization)
     model = load_stage(RandomCheckpoint(ARCH), layout, backend)
     apart_cache, cache = (backend.make_cache(ARCH, layout, 16, 4) for _ in range(2))
-    assert len(model.computed) == 1
+    assert len(model.calls) == 1
     of_each = model.computing(*model.sublayers)
     for start, count in ((0, 7), (7, 1), (8, 1)):
         slices = tuple(Slice(i, start, (11 + i,) * count, tuple(range(4 * i, 4 * i + 4))) for i in range(3))
@@ -53,7 +53,7 @@ def test_a_fused_block_has_the_bits_of_its_two_lines(
 ) -> None:
     backend = CpuBackend(dtype, 2, quantization)
     fused = load_stage(RandomCheckpoint(arch), layout, backend)
-    assert not any(isinstance(block, Block) for block in fused.computed)
+    assert not any(isinstance(block, Block) for block in fused.calls)
     plain = fused.computing(*fused.blocks)
     caches = [backend.make_cache(arch, layout, 16, 4) for _ in range(2)]
     for start, count in ((0, 7), (7, 1), (8, 1)):

@@ -80,7 +80,7 @@ class ChoiceAnswers(Answers):
             "created": int(time.time()),
             "model": handler.description.name,
             "system_fingerprint": handler.description.fingerprint,
-            "seed": told_seed(body, requests[0]),
+            "seed": shown_seed(body, requests[0]),
         }
         as_ids, skips_special = bool(body.return_tokens_as_token_ids), requests[0].output.skip_special_tokens
         new_writer = partial(LogprobWriter, handler.tokenizer, as_ids, skips_special)
@@ -158,7 +158,7 @@ def cut(scored: Iterable[ScoredToken], num_top: int) -> Iterator[ScoredToken]:
         yield token_id, replace(score, top=score.top[:num_top]) if few and score is not None else score
 
 
-def told_seed(body: GenerationBody, request: Request) -> int:
+def shown_seed(body: GenerationBody, request: Request) -> int:
     """Return the seed in use, in the form in which the caller may send it again."""
     return request.sampling.seed if body.seed is None else body.seed
 

@@ -12,7 +12,7 @@ from ppserve.core.request import Request
 from ppserve.head.api.answer_parts.answer_format import CUTS
 from ppserve.head.api.answer_parts.parts import AnswerText, CallArguments, CallBegin, CallEnd, Part, Reasoning
 from ppserve.head.api.call import Call
-from ppserve.head.api.http.answers import Answers, Json, told_seed
+from ppserve.head.api.http.answers import Answers, Json, shown_seed
 from ppserve.head.api.http.bodies import GenerationBody
 from ppserve.head.api.http.responses import encode
 from ppserve.head.api.request_handler import RequestHandler
@@ -101,7 +101,7 @@ class BlockAnswers(Answers):
         self._facts: Json = {
             "model": handler.description.name,
             "system_fingerprint": handler.description.fingerprint,
-            "seed": told_seed(body, self._request),
+            "seed": shown_seed(body, self._request),
         }
         self._shows_reasoning = True
         self._row = Blocks()

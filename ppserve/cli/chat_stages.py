@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -11,10 +12,9 @@ from ppserve.core.ledger.causes import BUSY, IDLE
 from ppserve.errors import PpserveError
 
 _EVERY_S = 0.5
-_CELLS = 10
 
 Seconds = Mapping[str, Mapping[str, float]]
-"""The seconds of each kind since the server started, for each stage by its name."""
+"""The seconds of each kind since the server started, for each stage by REPLICA.STAGE."""
 
 
 class StagesLine:
@@ -33,7 +33,7 @@ class StagesLine:
             self.close()
             return "the stages are not shown any more"
         before = self._read()
-        self.text = render_stages({}, before)
+        self.text = render_stages({}, before, _width())
         self._stop.clear()
         self._thread = threading.Thread(target=self._watch, args=(before,), name="stages", daemon=True)
         self._thread.start()
@@ -55,23 +55,50 @@ class StagesLine:
             except (PpserveError, LookupError, TypeError) as failure:
                 self.text = f"stages: {failure}"
                 continue
-            self.text = render_stages(before, now)
+            self.text = render_stages(before, now, _width())
             before = now
 
 
-def render_stages(before: Seconds, now: Seconds) -> str:
-    """Return a bar of each stage's busy share between two readings, and what it waited for most."""
-    return "   ".join(_bar(name, before.get(name, {}), spent_s) for name, spent_s in now.items())
+def render_stages(before: Seconds, now: Seconds, width: int) -> str:
+    """Return each stage's busy share between two readings, and what it waited for most, in one line.
+
+    width: columns of the line. Where they do not suffice, bars are shorter, and then left out with some words.
+    """
+    shares = [_share(name, before.get(name, {}), spent_s) for name, spent_s in now.items()]
+    lines = ("   ".join(form(*share) for share in shares) for form in (_in_words, _short, _shortest))
+    return next((line for line in lines if len(line) <= width), "   ".join(_shortest(*share) for share in shares))
 
 
-def _bar(name: str, before_s: Mapping[str, float], now_s: Mapping[str, float]) -> str:
+def _share(name: str, before_s: Mapping[str, float], now_s: Mapping[str, float]) -> tuple[str, float, str]:
+    """Return the name, the busy share, and the kind of most of the rest."""
     spent_s = {kind: max(0.0, now_s[kind] - before_s.get(kind, 0.0)) for kind in now_s}
     whole_s = sum(spent_s.values()) or 1.0
     share = sum(spent_s.pop(kind, 0.0) for kind in BUSY) / whole_s
     rest = max(spent_s, key=spent_s.__getitem__, default=IDLE)
-    filled = round(_CELLS * share)
-    return f"{name} {'█' * filled}{'░' * (_CELLS - filled)} {share:4.0%} busy, else {rest}"
+    return name, share, rest
+
+
+def _in_words(name: str, share: float, rest: str) -> str:
+    return f"stage {name} {_bar(share, 10)} {share:4.0%} busy, else {rest}"
+
+
+def _short(name: str, share: float, rest: str) -> str:
+    return f"stage {name} {_bar(share, 5)} {share:4.0%} {rest}"
+
+
+def _shortest(name: str, share: float, rest: str) -> str:
+    return f"{name} {share:4.0%} {rest}"
+
+
+def _bar(share: float, cells: int) -> str:
+    filled = round(cells * share)
+    return "█" * filled + "░" * (cells - filled)
+
+
+def _width() -> int:
+    """Return the columns that can be written to without a move to the next line."""
+    return shutil.get_terminal_size().columns - 1
 
 
 def _name(stage: Mapping[str, Any]) -> str:
-    return f"stage {stage['replica']}.{stage['stage']}"
+    return f"{stage['replica']}.{stage['stage']}"

@@ -252,10 +252,10 @@ def test_the_last_line_shows_what_the_server_says_of_its_stages(tmp_path: Path) 
         stages = [{"replica": 0, "stage": number, "time_s": time_s} for number in range(2)]
         return json.dumps({"stages": stages}).encode()
 
-    with answering(SHORT, pages={"/state.json": state}) as (url, _), chatting(url, tmp_path, 100) as chat:
+    with answering(SHORT, pages={"/state.json": state}) as (url, _), chatting(url, tmp_path) as chat:
         chat.type("/stages\r")
         chat.until("the last line shows what the stages do")
-        chat.until("stage 0.1 █████░░░░░  50% busy, else host")
+        chat.until("stage 0.1 ██░░░  50% host")
         chat.type("hello\r")
         chat.until("end")
         chat.until(">")
@@ -264,6 +264,13 @@ def test_the_last_line_shows_what_the_server_says_of_its_stages(tmp_path: Path) 
 
 
 def test_the_stages_line_tells_the_time_between_two_readings() -> None:
-    before = {"stage 0.0": {"decode": 1.0, "host": 1.0, "idle": 5.0}}
-    now = {"stage 0.0": {"decode": 1.25, "host": 1.0, "idle": 5.25}}
-    assert render_stages(before, now) == "stage 0.0 █████░░░░░  50% busy, else idle"
+    before = {"0.0": {"decode": 1.0, "host": 1.0, "idle": 5.0}}
+    now = {"0.0": {"decode": 1.25, "host": 1.0, "idle": 5.25}}
+    assert render_stages(before, now, 80) == "stage 0.0 █████░░░░░  50% busy, else idle"
+
+
+@pytest.mark.parametrize("width", [200, 99, 79, 59, 45])
+def test_the_stages_line_names_what_each_of_two_stages_waits_for_in_any_usual_width(width: int) -> None:
+    line = render_stages({}, {f"0.{stage}": {"decode": 1.0, "token_return": 3.0} for stage in range(2)}, width)
+    assert line.count("25%") == line.count("token_return") == 2
+    assert len(line) <= width

@@ -47,6 +47,7 @@ class ConfigError(UsageError):
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}")
         self.name = name
+        self.problem = problem
 
 
 class LauncherError(UsageError):

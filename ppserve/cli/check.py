@@ -5,6 +5,7 @@ It does not import torch, which takes seconds, so mistakes are reported at once.
 
 from __future__ import annotations
 
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -141,8 +142,19 @@ def _architecture(path: str) -> Architecture | None:
 def _check_ports(server: ServerSettings) -> None:
     flags = {"--port": server.port, "--metrics-port": server.metrics_port, "--http-port": server.http_port}
     taken: dict[int, str] = {}
+    in_use: dict[str, ConfigError] = {}
     for flag, port in flags.items():
-        bound(server.host, port, flag).close()
+        try:
+            bound(server.host, port, flag).close()
+        except ConfigError as problem:
+            if not (isinstance(problem.__cause__, OSError) and problem.__cause__.errno == errno.EADDRINUSE):
+                raise
+            in_use[flag] = problem
         if port and port in taken:
             raise ConfigError(flag, f"{port} is taken by {taken[port]}")
         taken[port] = flag
+    if in_use:
+        first, *others = in_use
+        too = f", and so are the ports of {' and '.join(others)}" if others else ""
+        free = " ".join(f"{flag} 0" for flag in in_use)
+        raise ConfigError(first, f"{in_use[first].problem}{too}; this takes what is free: {free}")

@@ -75,6 +75,14 @@ def test_a_port_in_use_or_wanted_twice() -> None:
         for field in ("port", "metrics_port", "http_port"):
             with pytest.raises(UsageError, match=f"^--{field.replace('_', '-')}: .*{port}"):
                 check(ServeConfig(server=dataclasses.replace(FREE, **{field: port})), 1)
+        settings = ServerSettings(port=port, metrics_port=0, http_port=port)
+        with pytest.raises(UsageError, match=r"^--http-port: .* is taken by --port"):
+            check(ServeConfig(server=settings), 1)
+        with socket.create_server(("127.0.0.1", 0)) as other:
+            settings = dataclasses.replace(FREE, port=port, http_port=other.getsockname()[1])
+            says = "in use, and so are the ports of --http-port; this takes what is free: --port 0 --http-port 0$"
+            with pytest.raises(UsageError, match=f"^--port: .*{port}: .*{says}"):
+                check(ServeConfig(server=settings), 1)
     with pytest.raises(UsageError, match=r"--metrics-port: .* is taken by --port"):
         check(ServeConfig(server=ServerSettings(port=port, metrics_port=port)), 1)
 

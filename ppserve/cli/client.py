@@ -111,6 +111,7 @@ _FLAGS = {
 """Flags whose names are not those of their options."""
 
 
+_SHOWN_AS_JSON = ("logprobs", "prompt_logprobs", "token_ids", "timings")
 _FORM_OPTIONS = (
     click.Option(
         ["--json-schema"], type=FILE, help="The answer is JSON that is valid by the schema in this file."
@@ -246,6 +247,9 @@ def generate(prompt: str, as_json: bool, stream: bool, **flags: Any) -> None:
     """
     if sys.__stdout__ is None:
         raise PpserveError("standard output is closed")
+    for name in _SHOWN_AS_JSON:
+        if not as_json and flags[name] is not None and flags[name] is not False:
+            raise ConfigError(f"--{name.replace('_', '-')}", "add --json: what it asks for is shown as JSON only")
     form = {"structured_output": "--json-schema" if flags["regex"] is None else "--regex"}
     try:
         with naming_flags(_FLAG_OF_FIELD | form):

@@ -72,6 +72,10 @@ def test_json_has_an_object_per_message(target: str) -> None:
     [
         (("hello", "--stop", "", "--n", "129"), 1, ("error: --n: 129 is outside", "; --stop: empty")),
         (("hello", "--max-tokens", "1", "--min-tokens", "2"), 1, ("error: --min-tokens: 2 is", "--max-tokens, 1")),
+        (("hello", "--logprobs", "0"), 2, ("error: --logprobs: add --json",)),
+        (("hello", "--prompt-logprobs", "1"), 2, ("error: --prompt-logprobs: add --json",)),
+        (("hello", "--token-ids"), 2, ("error: --token-ids: add --json",)),
+        (("hello", "--timings"), 2, ("error: --timings: add --json",)),
         (("hello", "--top-p", "3"), 2, ("--top-p", "'3' is not a number from 0 to 1")),
         (("hello", "--seed", "18446744073709551616"), 2, ("--seed", "18446744073709551615")),
         (("hello", "--logit-bias", "-1=2"), 2, ("--logit-bias", "-1=2")),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import socket
 import ssl
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -125,6 +126,7 @@ class ChatServer:
         if url.scheme == "https":
             kind = partial(http.client.HTTPSConnection, context=trusting(authority))
         self.url = f"{url.scheme}://{url.netloc.rpartition('@')[2]}"
+        self._host = url.hostname
         self._connect = partial(kind, url.hostname, url.port)
         self._root = url.path.rstrip("/").removesuffix("/v1")
         self._path = f"{self._root}/v1"
@@ -205,7 +207,9 @@ class ChatServer:
             return f"{self.url}: TLS failed ({error.reason}); a server without --tls-cert is asked with http://"
         if isinstance(error, ConnectionResetError):
             return f"{self.url} hangs up before it answers; a server with --tls-cert is asked with https://"
-        why = "" if isinstance(error, ConnectionRefusedError) else f" ({error})"
+        if isinstance(error, socket.gaierror) and error.errno == socket.EAI_NONAME:
+            return f"no host is called {self._host}"
+        why = "" if isinstance(error, ConnectionRefusedError) else f" ({error.strerror or error})"
         return no_server(self.url, why)
 
     def _no_http(self, error: http.client.HTTPException) -> str:

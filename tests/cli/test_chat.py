@@ -16,6 +16,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -154,6 +155,12 @@ def test_a_refusal_is_one_line_and_not_the_end() -> None:
     assert other.stderr.endswith(f"\nppserve: error: no answer: {url}: {problem}\n")
     with silent() as url:
         assert chat(url, "a\n").stderr == f"ppserve: error: {url}: {problem}\n"
+    for number, said in (
+        (socket.EAI_NONAME, "no host is called no.invalid\n"),
+        (socket.EAI_AGAIN, f"no server at http://no.invalid (in words); {start_one}\n"),
+    ):
+        with mock.patch.object(socket, "getaddrinfo", side_effect=socket.gaierror(number, "in words")):
+            assert run("chat", "--url", "http://no.invalid").one_line == f"ppserve: error: {said}"
     for url in ("ftp://x", "http://", "http://x:99999", "x:0", "http://[::1", "a b", "x/ä", "a..b"):
         wrong = run("chat", "--url", url)
         assert wrong.returncode == 2

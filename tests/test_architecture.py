@@ -282,8 +282,8 @@ BUDGET = {
     "ppserve/library/*.py": 880,
     "ppserve/client/*.py": 725,  # it says in words where caller and server disagree about TLS
     "ppserve/bench/*.py": 850,
-    "ppserve/cli/*.py": 2_900,  # flags are named for fields, and what cannot be is refused
-    "tests/**/*.py": 43_000,  # what doors must agree in took 300; signals at every moment and absurd flags 500
+    "ppserve/cli/*.py": 2930,  # flags are named for fields, and what cannot be is refused
+    "tests/**/*.py": 43_100,  # what doors must agree in took 300; signals at every moment and absurd flags 500
     "benchmarks/**/*.py": 4_400,
     "README.md": 200,
 }

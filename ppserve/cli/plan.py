@@ -26,6 +26,7 @@ _OF_SERVE = (
 
 
 @click.command(
+    short_help="Say what would run where, without weights.",
     params=[
         *(flag for flags in FLAGS.values() for flag in flags if flag.opts[0] in _OF_SERVE),
         *removed("--expect", "--world", "--costs"),

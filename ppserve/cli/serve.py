@@ -37,6 +37,7 @@ _RANKS_PER_CORE = 64
 
 @click.command(
     cls=ServeCommand,
+    short_help="Serve a model in stages, by gRPC and HTTP.",
     too_many=lambda words: f"did you mean --model {words[0]}?",
     params=[*(flag for flags in FLAGS.values() for flag in flags), *removed("--parallel", "--expect")],
     context_settings={"auto_envvar_prefix": "PPSERVE"},

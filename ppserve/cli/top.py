@@ -42,7 +42,7 @@ _COLOURS = Style.from_dict({
 """The page has the same colours. The letters of bubbles stand on theirs."""
 
 
-@click.command(params=[*CONNECTION])
+@click.command(short_help="Show what stages and requests do, as it happens.", params=[*CONNECTION])
 @click.option(
     "--metrics", type=Parsed("HOST:PORT", lambda text: "" if text == "none" else address(text)),
     help="Metrics port of the server; `none` shows the stages only.  [default: the port that the server tells]",

@@ -44,6 +44,12 @@ def test_a_help_text_begins_with_a_subject_or_a_verb_and_ends_with_a_period() ->
     assert [name for name, text in found.items() if not is_whole(text)] == []
 
 
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    listed = [line for line in run("--help").stdout.splitlines() if re.match(r"  [a-z]+  +[A-Z]", line)]
+    assert len(listed) == len(cli.list_commands(click.Context(cli)))
+    assert [line for line in listed if line.endswith("...")] == []
+
+
 # ---- what was probably meant ------------------------------------------------------------------------------
 
 

@@ -104,6 +104,7 @@ def test_what_kubernetes_says_of_a_service_named_like_us_is_no_flag() -> None:
 def test_a_variable_that_is_nearly_a_flag_s_is_named() -> None:
     others = ("API_KEY", "PORT_50051_TCP_PORT", "SERVICE_PORT", "ANYTHING_ELSE", "LAYERS")
     told = {**{f"PPSERVE_{name}": "1" for name in others}, "PPSERVE_STAGES_PORT": "tcp://10.96.0.7:50051"}
+    told |= {"PPSERVE_PORT": "0", "PPSERVE_HTTP_PORT": "0", "PPSERVE_METRICS_PORT": "0"}  # a server may run here
     ended = run("serve", "--model", "/no/such/place", PPSERVE_STAGE="2", **told)
     warned, refused = ended.stderr.splitlines()
     assert warned == "ppserve: warning: PPSERVE_STAGE is no flag's variable; did you mean PPSERVE_STAGES?"

@@ -87,13 +87,20 @@ def start_ranks(num_ranks: int, command: Sequence[str]) -> int:
 
 
 def obey_starter() -> None:
-    """Let only `start_ranks` end this rank, which it has started: block the signals that it answers itself. In the
-    first rank SIGTERM raises KeyboardInterrupt, so that its server ends in order. Under torchrun, do nothing."""
+    """Let only `start_ranks` end this rank, which it has started: block the signals that it answers itself. In
+    rank 0 the first SIGTERM raises KeyboardInterrupt, so that its server ends in order. Under torchrun, do
+    nothing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         return
     signal.pthread_sigmask(signal.SIG_BLOCK, _LEFT_TO_STARTER)
     if os.environ["RANK"] == "0":
-        signal.signal(signal.SIGTERM, signal.default_int_handler)
+        signal.signal(signal.SIGTERM, _interrupt_once)
+
+
+def _interrupt_once(_number: int, _frame: object) -> None:
+    # The kernel sends a further one for each thread of a starter that is killed.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise KeyboardInterrupt
 
 
 class Tour:

@@ -222,7 +222,7 @@ def test_a_start_is_watched_whose_log_is_no_text(tmp_path: Path) -> None:
 
 
 RANK = """
-import os, time
+import os, signal, time
 from tour.ranks import obey_starter
 obey_starter()
 try:
@@ -230,6 +230,7 @@ try:
     while True:
         time.sleep(0.05)  # a signal before one long pause would be noticed after it
 except KeyboardInterrupt:
+    signal.raise_signal(signal.SIGTERM)  # as the kernel does for each thread of a starter that is killed
     print("rank", os.environ["RANK"], "in order", flush=True)
 """
 STARTER = """

@@ -76,8 +76,9 @@ def made_from(schema: dict[str, Any], name: str = "", depth: int = 0) -> st.Sear
         case "string":
             return st.sampled_from(WORDS[name]) if name in WORDS else st.text(max_size=12)
         case "array":
-            items = made_from(schema.get("items", {}), name, depth + 1) if depth < 6 else st.nothing()
-            return st.lists(items, max_size=2 if depth else 4)
+            if depth >= 6:
+                return st.builds(list)
+            return st.lists(made_from(schema.get("items", {}), name, depth + 1), max_size=2 if depth else 4)
         case "object" if "properties" in schema:
             fields = schema["properties"]
             needed = {each: made_from(fields[each], each, depth + 1) for each in schema.get("required", ())}

@@ -37,7 +37,7 @@ QUICK_S = 0.0002
 """A mask that takes no longer is quick."""
 SLOW_S = 0.001
 """A mask that takes longer is slow. The engine waits for no mask of a request whose last one was."""
-NUM_PROVING = 16
+NUM_PROVING = 4
 """So many quick masks in a row let the engine make those of a request itself. Each slow one among these makes it
 so many times more."""
 TURN_S = 0.002

@@ -253,7 +253,7 @@ def test_the_engine_makes_as_many_masks_in_a_turn_as_it_has_time_for() -> None:
             made_by(each, threads, timed, length)
     for turn in range(3):
         timed.asked_by.clear()
-        asked = [each.ask((9,) * turn) for each in proven]
+        asked = [each.ask((9,) * (turn + 1)) for each in proven]
         while not all(each.made for each in asked):
             assert threads.wait(LIMIT_S)
         proven[0].ask((8,) * (turn + 1))

@@ -31,7 +31,6 @@ class Grammar:
 
         self._fresh = LLMatcher(library, text, log_level=0, limits=parser_limits())
         self.source_bytes = source_bytes
-        self.mask_bytes = -(-library.vocab_size // 32) * 4
         if self._fresh.is_error():
             raise FormRefused(_first_line(self._fresh.get_error()))
 
@@ -90,7 +89,11 @@ class GrammarFilter:
         Zeros fill it up to whole words of 32 bits.
         """
         matcher = self._matcher(output_ids)
-        return _checked(bytes(matcher.compute_bitmask()), matcher)
+        bits = bytes(matcher.compute_bitmask())
+        _check(matcher)
+        if bits == bytes(len(bits)):
+            raise GrammarFailed("no token of this model can continue the answer in its form")
+        return bits
 
     def accepts(self, output_ids: Sequence[int], draft: Sequence[int]) -> int:
         """Return how many tokens of a draft may follow, one after the other. Raises GrammarFailed."""
@@ -140,14 +143,6 @@ class GrammarFilter:
         near.move_to(output_ids, num_common)
         _check(near.matcher)
         return near.matcher
-
-
-def _checked(bits: bytes, matcher: LLMatcher) -> bytes:
-    """Return a mask that a matcher has computed. Raises GrammarFailed."""
-    _check(matcher)
-    if bits == bytes(len(bits)):
-        raise GrammarFailed("no token of this model can continue the answer in its form")
-    return bits
 
 
 def _check(matcher: LLMatcher) -> None:
